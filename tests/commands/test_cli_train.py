@@ -61,9 +61,7 @@ def test_training_ends_with_comparison_rank_and_paths(trained):
     end = output.partition("Held-out")[2]
     rows = [line.split()[0] for line in end.splitlines() if " → " in line]
     assert rows == ["condition", "grpo", "maxrl+gtpo"]
-    assert re.search(
-        r"^recommended rank: \d of 4, which keeps at least 95% .*\. On 4 held-out problems, ", end, re.MULTILINE
-    )
+    assert re.search(r"^recommended rank: \d of 4, which keeps at least 95% .*\. On 4 held-out problems, ", end, re.M)
     assert f"retrain squeeze {directory}/runs/grpo+none_s1/final (--to RANK" in end
     for path in re.findall(r"^(?:directory|manifest|adapter|metrics) +(\S+)$", end, re.MULTILINE):
         assert Path(path).exists()
@@ -156,10 +154,8 @@ def test_ctrl_c_saves_exits_130_and_resume_finishes(home, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "retrain", "train", str(home / "single.toml"), "--out", str(out)]
     command += ["--set", "training.max_steps=6", "--verbose"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=home, env=environment
-    )
+    options = {"cwd": home, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
     assert process.stdout is not None
     while not (line := process.stdout.readline()).startswith("step "):
         assert line, process.communicate()

@@ -191,16 +191,11 @@ def test_the_comparison():
 
 
 SQUEEZE = {
-    "run": "grpo+none_s1",
-    "source_rank": 8,
-    "recommended_rank": 4,
-    "min_variance_retention": 0.95,
-    "rows": [
-        {"rank": 2, "mean_variance": 0.8, "min_variance": 0.7, "max_variance": 0.9, "relative_error": 0.447},
-        {"rank": 4, "mean_variance": 0.97, "min_variance": 0.95, "max_variance": 0.99, "relative_error": 0.173},
-    ],
+    "run": "grpo+none_s1", "source_rank": 8, "recommended_rank": 4, "min_variance_retention": 0.95,
+    "rows": [{"rank": 2, "mean_variance": 0.8, "min_variance": 0.7, "max_variance": 0.9, "relative_error": 0.447},
+             {"rank": 4, "mean_variance": 0.97, "min_variance": 0.95, "max_variance": 0.99, "relative_error": 0.173}],
     "message": "Train high, then compress.",
-}
+}  # fmt: skip
 
 
 def test_the_recommended_rank():

@@ -42,14 +42,10 @@ def test_the_power_by_pair_spreads_and_with_a_measured_spread(tmp_path):
     assert measured.value == pytest.approx(np.sqrt(pairs.var(axis=1, ddof=1).mean()))
     target = 1.5 * measured.value
     lines = verdict_lines(specs, pilot, 100 * target)
-    assert (
-        lines[2] == f"pair spread (standard deviation of a paired difference) {100 * measured.value:.2g} points: "
-        f"16 pairs of {pilot}"
-    )
-    assert (
-        lines[3]
-        == f"a difference of {100 * target:.2g} points is found with 85 % probability; for 80 % it takes 8 seeds"
-    )
+    spread = f"(standard deviation of a paired difference) {100 * measured.value:.2g} points: 16 pairs of {pilot}"
+    assert lines[2] == f"pair spread {spread}"
+    found = f"a difference of {100 * target:.2g} points is found with 85 % probability"
+    assert lines[3] == f"{found}; for 80 % it takes 8 seeds"
 
 
 def test_the_declared_margin_and_an_earlier_campaign_of_the_same_file(tmp_path):

@@ -11,13 +11,11 @@ from retrain.files import read_jsonl
 ROOT = Path(__file__).parents[2]
 TOOL_USER = {
     "model": {"model": "tiny-tool-user", "lora_rank": 2},
-    "environment": {"tools": ["calculator"], "tools_prompt": "", "max_turns": 3},
-    "algorithm": {"turn_credit": "turn"},
+    "environment": {"tools": ["calculator"], "tools_prompt": "", "max_turns": 3}, "algorithm": {"turn_credit": "turn"},
     "data": {"source": "calculations:problems"},
     "training": {"max_steps": 2, "batch_size": 3, "group_size": 6, "max_tokens": 48, "lr": 0.001},
-    "evaluation": {"problems": 6},
-    "squeeze": {"enabled": False},
-}
+    "evaluation": {"problems": 6}, "squeeze": {"enabled": False},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

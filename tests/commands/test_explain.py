@@ -55,9 +55,7 @@ def test_an_environment_is_named_with_its_turns_and_what_they_cost():
 def test_every_condition_has_its_credit_loss_reward_and_differences(tmp_path):
     file = tmp_path / "terms.toml"
     head = '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "my:own"\n'
-    weighted = (
-        '{ type = "weighted", components = [{ type = "math" }, { type = "format", weight = 0.1, offset = -1.0 }] }'
-    )
+    weighted = '{type = "weighted", components = [{type = "math"}, {type = "format", weight = 0.1, offset = -1.0}]}'
     file.write_text(
         f"[campaign]\nseeds = [3, 5]\nprimary_metric = 'final:loss'\n{head}kl_coef = 0.1\ndual_clip = 3.0\n"
         f"{head}entropy_coef = 0.01\ntis_cap = 2.0\n{head}icepop_band = [0.5, 5]\nloss_normalizer = 'constant'\n"

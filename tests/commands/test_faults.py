@@ -51,9 +51,7 @@ def test_a_full_disk_leaves_the_old_files_whole_and_no_remains(tmp_path):
         assert error.value.shared
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
     assert checkpoints.newest_undamaged(tmp_path, []) == checkpoints.checkpoint_directory(tmp_path, 2)
-    checkpoints.write_checkpoint(
-        checkpoints.checkpoint_directory(tmp_path, 4), small_snapshot(4, 60)
-    )  # there is room again
+    checkpoints.write_checkpoint(checkpoints.checkpoint_directory(tmp_path, 4), small_snapshot(4, 60))  # there is room
     with largest_file(700), pytest.raises(StorageError):  # written anew over the old one
         checkpoints.write_checkpoint(checkpoints.checkpoint_directory(tmp_path, 4), small_snapshot(4, 600))
     assert checkpoints.newest_undamaged(tmp_path, []) == checkpoints.checkpoint_directory(tmp_path, 4)

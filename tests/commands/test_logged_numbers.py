@@ -11,10 +11,8 @@ from retrain.config.describe import document
 from retrain.files import read_jsonl
 from retrain.records.recorder import RunRecorder
 
-UNIFORM = {
-    "training": {"max_steps": 2, "batch_size": 3, "group_size": 4, "max_tokens": 24},
-    "backend": {"devices": "cpu"},
-}
+UNIFORM = {"training": {"max_steps": 2, "batch_size": 3, "group_size": 4, "max_tokens": 24},
+           "backend": {"devices": "cpu"}}  # fmt: skip
 
 
 def test_uniform_groups_are_measured_and_take_part_in_the_step_where_they_are_kept(tmp_path):

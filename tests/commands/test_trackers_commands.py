@@ -66,9 +66,8 @@ def test_training_goes_on_offline_where_wandb_does_not_answer(tmp_path, model):
     environment |= {"WANDB_HTTP_TIMEOUT": "1", "WANDB_ERROR_REPORTING": "false"}
     _, file = files(tmp_path, model)
     with socket.create_server(("127.0.0.1", 0), backlog=100) as silent, socket.create_server(("127.0.0.1", 0)) as gone:
-        urls = {
-            name: f"http://127.0.0.1:{each.getsockname()[1]}" for name, each in (("silent", silent), ("gone", gone))
-        }
+        ports = {"silent": silent.getsockname()[1], "gone": gone.getsockname()[1]}
+        urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
         gone.close()
         commands = {}
         for name, url in urls.items():

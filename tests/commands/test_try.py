@@ -65,9 +65,8 @@ def test_it_is_the_first_step_of_training(home, tmp_path, monkeypatch):
     train_quietly(tmp_path, path.read_text())
     trained = [row for row in read_jsonl(tmp_path / "out/emergence/generations.jsonl") if row["step"] == 0]
     samples = [sample for prompt in found["prompts"] for sample in prompt["samples"]]
-    assert [(sample["text"], sample["reward"]) for sample in samples] == [
-        (row["completion"], row["reward"]) for row in trained
-    ]
+    expected = [(row["completion"], row["reward"]) for row in trained]
+    assert [(sample["text"], sample["reward"]) for sample in samples] == expected
     for sample in samples:
         assert sample["sample_metrics"] == {"characters": len(sample["text"])}
         assert sample["tags"] == ["seen"]

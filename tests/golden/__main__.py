@@ -164,10 +164,8 @@ def main() -> int:
     left = list(without_intended(differences))
     show(left)
     meant = f", {len(differences) - len(left):,} intended changes" if len(differences) > len(left) else ""
-    minutes = (time.monotonic() - begin) / 60
-    print(
-        f"{count:,} values of {len(options.only)} scenarios compared, {len(left):,} differ{meant} ({minutes:.1f} min)"
-    )
+    took = (time.monotonic() - begin) / 60
+    print(f"{count:,} values of {len(options.only)} scenarios compared, {len(left):,} differ{meant} ({took:.1f} min)")
     return 1 if left else 0
 
 

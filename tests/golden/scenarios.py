@@ -79,86 +79,62 @@ def variants(*overrides: dict[str, Any]) -> list[Condition]:
     return [("grpo", "none", each) for each in overrides]
 
 
-TRAININGS: dict[str, tuple[list[Condition], dict[str, Any], dict[str, Any]]] = {
-    "advantages": ([(mode, "none", {}) for mode in ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp")], {}, {}),
-    "token_credit": (
-        [("grpo", mode, {}) for mode in ("gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_paper", "entropy_mask")],
-        {}, {},
-    ),
-    "uncertainties": (
-        [("maxrl", "gtpo", {"algorithm.uncertainty_kind": kind})
-         for kind in ("surprisal", "predictive_variance", "shannon_entropy")],
-        {}, {},
-    ),
-    "sepa_schedules": (
-        [("grpo", "gtpo_sepa", {"sepa.steps": 3} | keys) for keys in (
-            {"sepa.correct_rate_gate": 0.0}, {"sepa.delay_steps": 1, "sepa.correct_rate_gate": 0.05},
-            {"sepa.schedule": "auto", "sepa.warmup_steps": 2})],
-        {"max_steps": 4}, {},
-    ),
-    "losses": (
-        variants(*({"algorithm.loss": name, "training.num_iterations": 2}
-                   for name in ("ppo", "reinforce", "gspo", "cispo", "dppo", "sapo", "vespo", "m2po"))),
-        {}, {},
-    ),
-    "normalizers": (
-        variants(*({"algorithm.loss_normalizer": name} for name in ("tokens", "sequences", "constant")),
-                 {"algorithm.dual_clip": 2.0, "training.num_iterations": 2},
-                 {"training.clip_eps_high": 0.3, "training.num_iterations": 2}),
-        {}, {},
-    ),
-    "corrections": (
-        variants(*({"algorithm.correction": name}
-                   for name in ("none", "tis", "mis", "icepop", "decoupled", "seq_tis", "seq_mis"))),
-        {"max_steps": 3}, {"training.max_off_policy_steps": 1, "algorithm.loss": "reinforce"},
-    ),
-    "rejections": (
-        variants(*({"algorithm.rejection": name} for name in ("none", "geometric", "k3", "veto"))),
-        {"max_steps": 3}, {"training.max_off_policy_steps": 1, "algorithm.correction": "none"},
-    ),
-    "kl_and_optimizer": (
-        variants({"optimizer.schedule": "linear", "optimizer.warmup_steps": 1},
-                 {"optimizer.schedule": "cosine", "training.weight_decay": 0.1},
-                 {"optimizer.grad_clip_norm": 0.001}, {"lora.dropout": 0.1}),
-        {"max_steps": 3}, {"logging.log_kl": True},
-    ),
-    "critic": (
-        [("gae", "none", keys) for keys in (
-            {"critic.share_adapter": False}, {"critic.share_adapter": True, "critic.lam_length": 0.05},
-            {"critic.warmup_steps": 1, "training.num_iterations": 2, "training.minibatches": 2})],
-        {}, {},
-    ),
-    "several_updates": (
-        variants({"training.num_iterations": 2, "training.minibatches": 3},
-                 {"training.minibatches": 2, "training.minibatch_by": "sequence"},
-                 {"training.num_iterations": 3, "training.target_kl": 1e-4}, {"training.micro_batch_tokens": 40}),
-        {}, {},
-    ),
-    "rollouts_ahead": (
-        [], {}, {"training.max_off_policy_steps": 2, "training.max_steps": 4, "algorithm.correction": "tis"},
-    ),
-    "planning": (
-        [], {}, {"logging.strategic_grams": ["let me", "check", "wait"], "algorithm.transform_mode": "gtpo_hicra"},
-    ),
-    "half_precision": ([], {}, {"inference.dtype": "bfloat16"}),
-    "double_precision": ([], {}, {"inference.dtype": "float64", "training.deterministic": True}),
-    "quantised": ([], {}, {"model.quantize": "int8"}),
-    "annealed": ([], {}, {"lora.anneal": [[1, 2]], "training.max_steps": 3}),
-    "trackers": (
-        [], {},
-        {"logging.report_to": ["tensorboard", "wandb"], "logging.wandb_project": "p", "logging.wandb_mode": "offline"},
-    ),
+CONDITIONS: dict[str, list[Condition]] = {
+    "advantages": [(mode, "none", {}) for mode in ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp")],
+    "token_credit": [
+        ("grpo", mode, {}) for mode in ("gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_paper", "entropy_mask")],
+    "uncertainties": [("maxrl", "gtpo", {"algorithm.uncertainty_kind": kind})
+                      for kind in ("surprisal", "predictive_variance", "shannon_entropy")],
+    "sepa_schedules": [("grpo", "gtpo_sepa", {"sepa.steps": 3} | keys) for keys in (
+        {"sepa.correct_rate_gate": 0.0}, {"sepa.delay_steps": 1, "sepa.correct_rate_gate": 0.05},
+        {"sepa.schedule": "auto", "sepa.warmup_steps": 2})],
+    "losses": variants(*({"algorithm.loss": name, "training.num_iterations": 2}
+                         for name in ("ppo", "reinforce", "gspo", "cispo", "dppo", "sapo", "vespo", "m2po"))),
+    "normalizers": variants(*({"algorithm.loss_normalizer": name} for name in ("tokens", "sequences", "constant")),
+                            {"algorithm.dual_clip": 2.0, "training.num_iterations": 2},
+                            {"training.clip_eps_high": 0.3, "training.num_iterations": 2}),
+    "corrections": variants(*({"algorithm.correction": name}
+                              for name in ("none", "tis", "mis", "icepop", "decoupled", "seq_tis", "seq_mis"))),
+    "rejections": variants(*({"algorithm.rejection": name} for name in ("none", "geometric", "k3", "veto"))),
+    "kl_and_optimizer": variants({"optimizer.schedule": "linear", "optimizer.warmup_steps": 1},
+                                 {"optimizer.schedule": "cosine", "training.weight_decay": 0.1},
+                                 {"optimizer.grad_clip_norm": 0.001}, {"lora.dropout": 0.1}),
+    "critic": [("gae", "none", keys) for keys in (
+        {"critic.share_adapter": False}, {"critic.share_adapter": True, "critic.lam_length": 0.05},
+        {"critic.warmup_steps": 1, "training.num_iterations": 2, "training.minibatches": 2})],
+    "several_updates": variants({"training.num_iterations": 2, "training.minibatches": 3},
+                                {"training.minibatches": 2, "training.minibatch_by": "sequence"},
+                                {"training.num_iterations": 3, "training.target_kl": 1e-4},
+                                {"training.micro_batch_tokens": 40}),
 }  # fmt: skip
-"""Of scenarios that train once and do nothing else: the conditions, further keys of [campaign], and settings."""
+"""The conditions of campaigns that train once and do nothing else."""
+MAX_STEPS = {"sepa_schedules": 4, "corrections": 3, "rejections": 3, "kl_and_optimizer": 3}
+"""[campaign] max_steps of those that set it."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "corrections": {"training.max_off_policy_steps": 1, "algorithm.loss": "reinforce"},
+    "rejections": {"training.max_off_policy_steps": 1, "algorithm.correction": "none"},
+    "kl_and_optimizer": {"logging.log_kl": True},
+    "rollouts_ahead": {"training.max_off_policy_steps": 2, "training.max_steps": 4, "algorithm.correction": "tis"},
+    "planning": {"logging.strategic_grams": ["let me", "check", "wait"], "algorithm.transform_mode": "gtpo_hicra"},
+    "half_precision": {"inference.dtype": "bfloat16"},
+    "double_precision": {"inference.dtype": "float64", "training.deterministic": True},
+    "quantised": {"model.quantize": "int8"},
+    "annealed": {"lora.anneal": [[1, 2]], "training.max_steps": 3},
+    "trackers": {"logging.report_to": ["tensorboard", "wandb"], "logging.wandb_project": "p",
+                 "logging.wandb_mode": "offline"},
+}  # fmt: skip
+"""Settings of campaigns above, and of single runs that do nothing else."""
 
 
-def train_row(session: Session) -> None:
-    """Train the row of ``TRAININGS`` that has the scenario's name."""
-    runs, campaign_keys, settings = TRAININGS[session.name]
-    train(session, (conditions(*runs, **campaign_keys) if runs else "") + BASE + QUIET, *sets(settings))
+def train_once(session: Session) -> None:
+    """Train what the tables have under the scenario's name."""
+    name = session.name
+    keys = {"max_steps": MAX_STEPS[name]} if name in MAX_STEPS else {}
+    head = conditions(*CONDITIONS[name], **keys) if name in CONDITIONS else ""
+    train(session, head + BASE + QUIET, *sets(SETTINGS.get(name, {})))
 
 
-SCENARIOS |= dict.fromkeys(TRAININGS, train_row)
+SCENARIOS |= dict.fromkeys([*CONDITIONS, *SETTINGS], train_once)
 
 
 @scenario
@@ -168,18 +144,10 @@ def distillation(session: Session) -> None:
         ("grpo", "none", {"distillation.teacher": "teacher/final"}),
         ("grpo", "none", {"distillation.teacher": "base", "distillation.reward_weight": 1.0, "distillation.clamp": 2}),
         ("grpo", "none", {"distillation.teacher": "teacher/final", "distillation.estimate": "vocabulary"}),
-        (
-            "grpo",
-            "none",
-            {
-                "distillation.teacher": "policy",
-                "distillation.context": "answer",
-                "distillation.estimate": "vocabulary",
-                "distillation.top_tokens": 5,
-            },
-        ),
+        ("grpo", "none", {"distillation.teacher": "policy", "distillation.context": "answer",
+                           "distillation.estimate": "vocabulary", "distillation.top_tokens": 5}),
         ("grpo", "none", {"distillation.teacher": "policy", "distillation.context": "sibling"}),
-    ]
+    ]  # fmt: skip
     train(session, conditions(*runs) + BASE + QUIET)
 
 
@@ -314,19 +282,14 @@ def campaign(session: Session) -> None:
 
 @scenario
 def interim_analysis(session: Session) -> None:
-    runs: list[Condition] = [("grpo", "none", {}), ("grpo", "none", {"lr": 0.5})]
-    keys = {"equivalence_margin": 0.2}
-    train(session, conditions(*runs, seeds=tuple(range(1, 9)), max_steps=1, **keys) + BASE + QUIET)
+    head = conditions(*variants({}, {"lr": 0.5}), seeds=tuple(range(1, 9)), max_steps=1, equivalence_margin=0.2)
+    train(session, head + BASE + QUIET)
     session.run("compare", "out", "--json")
 
 
 @scenario
 def a_failing_run(session: Session) -> None:
-    runs: list[Condition] = [
-        ("grpo", "none", {}),
-        ("grpo", "none", {"reward.custom_function": "hopeless"}),
-        ("rloo", "none", {}),
-    ]
+    runs = [*variants({}, {"reward.custom_function": "hopeless"}), ("rloo", "none", {})]
     train(session, conditions(*runs, max_steps=4) + BASE + QUIET)
     session.run("status", "out")
     session.run("resume", "out", "--retry-failed")

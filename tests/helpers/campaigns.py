@@ -49,9 +49,8 @@ def toy_toml(model: Path, rewards: str = "toyrewards.py", **sections: dict[str, 
         "reward": {"type": "custom", "custom_module": str(model.parent / rewards), "workers": 1},
         "inference": {"dtype": "float32"},
         "training": {"batch_size": 3, "group_size": 4, "max_tokens": 10, "lr": 0.01, "max_examples": 500},
-        "evaluation": {"problems": 0},
-        "squeeze": {"enabled": False},
-    }
+        "evaluation": {"problems": 0}, "squeeze": {"enabled": False},
+    }  # fmt: skip
     tables = {name: toy.get(name, {}) | sections.get(name, {}) for name in {**toy, **sections}}
     return document({name: keys for name, keys in tables.items() if any(key is not None for key in keys.values())})
 
@@ -84,9 +83,8 @@ class StopAfter(NullObserver):
 def toy_world(folder: Path) -> Path:
     """A model directory in ``folder``, with the rewards of its campaigns beside it."""
     (folder / "toyrewards.py").write_text(REWARDS)
-    return qwen3_directory(
-        folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4 6 8"]
-    )
+    texts = ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4 6 8"]
+    return qwen3_directory(folder / "model", texts)
 
 
 def campaign(tmp_path: Path, model: Path, name: str = "toy", *, steps: int = 4, lanes: int | str = "auto",
@@ -94,10 +92,8 @@ def campaign(tmp_path: Path, model: Path, name: str = "toy", *, steps: int = 4, 
     """A file of two conditions and two seeds; ``condition`` has further keys of the second."""
     head = campaign_head(*CONDITIONS, seeds=[1, 2], max_steps=steps, lanes=lanes)
     path = tmp_path / f"{name}.toml"
-    training, evaluation = {"save_every": 2, "eval_every": 2}, {"problems": 5}
-    rest = toy_toml(
-        model, inference={"dtype": dtype}, training=training, evaluation=evaluation, squeeze={"enabled": None}
-    )
+    sections = {"training": {"save_every": 2, "eval_every": 2}, "evaluation": {"problems": 5}}
+    rest = toy_toml(model, inference={"dtype": dtype}, squeeze={"enabled": None}, **sections)
     path.write_text(f"{head}\n{condition}\n{rest}")
     return path
 

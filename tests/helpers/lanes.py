@@ -62,16 +62,11 @@ def requests(
     sizes = [3, 9, 5, 7, 4, 6]
     return [
         SampleRequest(
-            ref(lane),
-            tuple(int(t) for t in generator("prompt", lane, p).integers(3, 200, sizes[p % len(sizes)])),
-            samples,
-            max_tokens,
-            temperature,
-            ("test", lane, p),
-            **cut,
+            ref(lane), tuple(int(t) for t in generator("prompt", lane, p).integers(3, 200, sizes[p % len(sizes)])),
+            samples, max_tokens, temperature, ("test", lane, p), **cut,
         )
         for p in range(prompts)
-    ]
+    ]  # fmt: skip
 
 
 def save_adapter(directory: Path, adapter: Adapter, base_name: str) -> None:

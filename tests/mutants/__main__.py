@@ -78,9 +78,7 @@ def try_patch(patch: Path, tree: Path) -> str:
 def main() -> int:
     """Try the chosen patches, after their tests have passed without them."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="NAME", help="patches whose names contain one of these"
-    )
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="patches whose names have one of these")
     only = parser.parse_args().only
     patches = [path for path in sorted(DIRECTORY.glob("*.patch")) if any(name in path.name for name in only)]
     with tempfile.TemporaryDirectory(prefix="mutants_") as place:

@@ -84,20 +84,12 @@ def measure(ranks: RankGroup, model: str) -> dict:
     except RunFailed as error:
         outside = str(error)
     return {
-        "fast": engine.fast,
-        "whole": base.weight_bytes,
-        "between": between,
-        "after": after,
-        "held": base.held_bytes,
+        "fast": engine.fast, "whole": base.weight_bytes, "between": between, "after": after, "held": base.held_bytes,
         "own": base.held_bytes - base.gathered_bytes,
         "layer": 4 * max(sum(w.numel() for w in layer.parameters()) for layer in base.model.model.layers),
-        "loading": loading[0],
-        "working": working[0],
-        "logprobs": logprobs.sum().item(),
-        "sampled": float(np.sum(action.logprobs_T)),
-        "gradient": adapter.flat.grad.norm().item(),
-        "outside": outside,
-    }
+        "loading": loading[0], "working": working[0], "logprobs": logprobs.sum().item(),
+        "sampled": float(np.sum(action.logprobs_T)), "gradient": adapter.flat.grad.norm().item(), "outside": outside,
+    }  # fmt: skip
 
 
 def unequal(ranks: RankGroup, model: str) -> dict:

@@ -45,16 +45,12 @@ def updated(config, bases, folder, samples):
         return {"error": (type(error).__name__, str(error), list(getattr(error, "__notes__", ())))}
     want = SCORES if policy.critic is not None else SCORES - {Want.VALUES}
     return {
-        "gradient": gradient,
-        "recomputed": recomputed,
-        "adapter": policy.adapter.flat.detach(),
+        "gradient": gradient, "recomputed": recomputed, "adapter": policy.adapter.flat.detach(),
         "critic": [flat.detach() for flat in policy.critic.weights] if policy.critic is not None else [],
         "metrics": {key: value for key, value in result.metrics.items() if not key.startswith("timing_")},
-        "logprobs": result.trainer_logprobs,
-        "budget": policy.budget.state(),
-        "notes": policy.notes(),
+        "logprobs": result.trainer_logprobs, "budget": policy.budget.state(), "notes": policy.notes(),
         "scores": vars(policy.score(samples, want)),
-    }
+    }  # fmt: skip
 
 
 def main(rank: int, count: int, port: int, shard: str, folder: str) -> None:

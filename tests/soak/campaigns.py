@@ -61,12 +61,6 @@ def problems():
 KINDS = ("critics", "single", "updates", "campaign", "episodes")  # that one process trains
 
 
-def episodes(head: str) -> str:
-    """A campaign of several turns with a tool."""
-    training = "group_size = 4\nmax_tokens = 48\nlr = 0.001"
-    return TOML.format(head=head, model="tiny-tool-user", training=training, squeeze="false", rest=TOOLS)
-
-
 def prepare(folder: Path) -> None:
     """Write a model, a reward, a data source and the file of every kind into ``folder``."""
     from tests.helpers.models import qwen3_directory
@@ -88,7 +82,9 @@ def prepare(folder: Path) -> None:
         sizes = "group_size = 3\nmax_tokens = 6\nlr = 0.01\n"
         keys = {"model": folder / "model", "squeeze": str(kind == "workers").lower(), "rest": FUNCTIONS}
         (folder / f"{kind}.toml").write_text(TOML.format(head=top, training=sizes + training, **keys))
-    (folder / "episodes.toml").write_text(episodes(head.format([1], 5) + TURN_CREDIT))
+    keys = {"model": "tiny-tool-user", "squeeze": "false", "rest": TOOLS}
+    sizes = "group_size = 4\nmax_tokens = 48\nlr = 0.001"
+    (folder / "episodes.toml").write_text(TOML.format(head=head.format([1], 5) + TURN_CREDIT, training=sizes, **keys))
 
 
 def records(out: Path, exact: bool) -> dict[str, Any]:

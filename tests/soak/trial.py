@@ -62,9 +62,8 @@ class Trial:
 
     def run(self) -> None:
         """Train to the end, with about ``most_kills`` on the way."""
-        acts = {"inprocess": ACTS_ON_ONE, "ray": ACTS_ON_CLUSTER, "slurm": ACTS_ON_SLURM}.get(
-            self.executor, ACTS_ON_WORKERS
-        )
+        of_executor = {"inprocess": ACTS_ON_ONE, "ray": ACTS_ON_CLUSTER, "slurm": ACTS_ON_SLURM}
+        acts = of_executor.get(self.executor, ACTS_ON_WORKERS)
         pace = 30.0 if self.executor == "inprocess" else 8.0  # one process usually dies in its trap before
         self._start("train", self.toml, "--out", self.out)
         while not self.wrong:

@@ -78,9 +78,7 @@ def stub_workers(request, tmp_path, out, monkeypatch, impatient_slurm):
 
     with ExitStack() as stack:
 
-        def make(
-            executor: str, count: int | str = 2, *sets: str, slot: WorkerDevice | None = None, **keys
-        ) -> CampaignWorkers:
+        def make(executor: str, count: int | str = 2, *sets: str, slot: WorkerDevice | None = None, **keys):
             if executor == "processes":
                 made = CampaignWorkers(Local([slot or WorkerDevice("cpu", 1)] * int(count), out), out)
             elif executor == "ray":

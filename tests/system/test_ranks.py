@@ -51,15 +51,13 @@ def steep(logprobs, old_logprobs, advantages, mask):
     return plain(logprobs, old_logprobs, advantages, mask)
 """
 CASES = {
-    "plain": {},
-    "kl and entropy": {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}},
-    "dropout": {"lora": {"dropout": 0.2}},
-    "update_dtype": {"training": {"update_dtype": "bfloat16"}},
+    "plain": {}, "kl and entropy": {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}},
+    "dropout": {"lora": {"dropout": 0.2}}, "update_dtype": {"training": {"update_dtype": "bfloat16"}},
     "own critic": {"algorithm": {"advantage_mode": "gae"}, "critic": {"lora_rank": 2}},
     "shared critic": {"algorithm": {"advantage_mode": "gae"}, "critic": {"share_adapter": True}},
     "custom loss": {"algorithm": {"loss": "ranklosses:plain"}},
     "out of memory": {"algorithm": {"loss": "ranklosses:large"}},
-}
+}  # fmt: skip
 FAULTS = {name: {"algorithm": {"loss": f"ranklosses:{name}"}} for name in ("broken", "elsewhere", "steep")}
 
 

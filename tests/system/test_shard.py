@@ -209,11 +209,8 @@ def started_here(out: Path, before: tuple[str, ...] = (), shard: str = "dp") -> 
     return subprocess.Popen(
         [sys.executable, *words, "--set", f'backend.shard="{shard}"', "--set", sets],
         env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"},  # on a busy machine a step takes its time
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
 
 
 def until_step(process: subprocess.Popen[str]) -> None:

@@ -23,11 +23,8 @@ from tests.ui.watch import CHROMIUM, Watched, browser_of
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 STEPS = 12
-MISSING = [
-    name
-    for name, there in (("chromium", CHROMIUM), ("playwright", importlib.util.find_spec("playwright")))
-    if not there
-]
+NEEDED = {"chromium": CHROMIUM, "playwright": importlib.util.find_spec("playwright")}
+MISSING = [name for name, there in NEEDED.items() if not there]
 WINDOW = {"width": 1280, "height": 900}
 
 

@@ -65,8 +65,7 @@ def test_a_failed_answer_is_said_and_asked_again(page):
     page.open(f"/notes{HOME}")
     assert "not <b>today</b>" in page.text(".state.wrong")
     failing[0] = False
-    page.page.get_by_role("button", name="Try again").click()
-    page.settle()
+    page.press_button("Try again")
     assert page.page.locator(".state.wrong").count() == 0
     page.wrong = [each for each in page.wrong if "400" not in each]
 
@@ -84,10 +83,8 @@ def test_a_chart_reads_out_the_steps_own_value_and_the_smoothed_one(kit):
     kit.page.get_by_label("save this chart").click()
     with kit.page.expect_download() as saved:
         kit.page.get_by_role("button", name="CSV").click()
-    with open(saved.value.path()) as file:
-        assert file.read().splitlines() == [
-            "step,grpo raw,grpo,maxrl", "0,0,0.1,0.4", "1,0.5,0.2,0.3", "2,0.25,0.3,0.2",
-        ]  # fmt: skip
+    lines = saved.value.path().read_text().splitlines()
+    assert lines == ["step,grpo raw,grpo,maxrl", "0,0,0.1,0.4", "1,0.5,0.2,0.3", "2,0.25,0.3,0.2"]
     kit.page.get_by_label("save this chart").click()
     kit.page.get_by_role("button", name="copy as PNG").click()
     kit.until("document.getElementById('toast').textContent === 'Picture copied'", "the picture in the clipboard")

@@ -19,9 +19,8 @@ def url(tmp_path_factory):
         path = campaign(home / name, seeds=3, steps=12)
         for number, run in enumerate(sorted((path / "runs").iterdir())):
             settings = read_json(run / "config.json")
-            write_json(
-                run / "config.json", settings | {"training": settings["training"] | {"lr": rate, "note": SCRIPT}}
-            )
+            settings["training"] |= {"lr": rate, "note": SCRIPT}
+            write_json(run / "config.json", settings)
             rows = [row(step, mean_reward=(step + number) / 30 + 100 * rate * step) for step in range(12)]
             (run / "metrics.jsonl").unlink()
             append_jsonl(run / "metrics.jsonl", rows)
@@ -39,10 +38,8 @@ def page(page):
 
 def entries(page):
     """Return the texts of the legend and the index of the colour of each."""
-    found = page.page.locator(".legend button").evaluate_all(
-        "(all) => all.map((each) => [each.innerText.trim(), each.querySelector('line').getAttribute('stroke')])"
-    )
-    return dict(found)
+    looks = "(all) => all.map((each) => [each.innerText.trim(), each.querySelector('line').getAttribute('stroke')])"
+    return dict(page.page.locator(".legend button").evaluate_all(looks))
 
 
 def test_groups_of_campaigns_and_tools_stand_on_one_chart(page):
@@ -68,27 +65,22 @@ def test_groups_are_coloured_by_a_key_and_put_together_by_it(page):
     page.settle()
     groups = entries(page)
     assert len(groups) == 6
-    by_rate = {name.partition(" ·")[0]: set() for name in groups}
+    rates = {name.partition(" ·")[0]: set() for name in groups}
     for name, colour in groups.items():
-        by_rate[name.partition(" ·")[0]].add(colour)
-    assert {name: len(colours) for name, colours in by_rate.items()} == {
-        "lr 0.00001": 1, "lr 0.0003": 1, "lr not set": 1,
-    }  # fmt: skip
+        rates[name.partition(" ·")[0]].add(colour)
+    assert {name: len(colours) for name, colours in rates.items()} == {"lr 0.00001": 1, "lr 0.0003": 1, "lr not set": 1}
     assert len(set(groups.values())) == 3
-    dashes = page.page.locator(".legend button line").evaluate_all(
-        "(all) => all.map((each) => each.getAttribute('stroke') + each.getAttribute('stroke-dasharray'))"
-    )
+    looks = "(all) => all.map((each) => each.getAttribute('stroke') + each.getAttribute('stroke-dasharray'))"
+    dashes = page.page.locator(".legend button line").evaluate_all(looks)
     assert len(set(dashes)) == 6, "groups of one colour differ in their dashes"
-    page.page.get_by_label("group by it alone").click()
-    page.settle()
+    page.click(page.page.get_by_label("group by it alone"))
     assert set(entries(page)) == {"lr 0.00001 (6)", "lr 0.0003 (6)", "lr not set (2)"}
     assert page.query["by"] == "training.lr"
     assert page.query["alone"] == "1"
 
 
 def test_places_are_added_left_out_and_kept_in_the_address(page, url, context):
-    page.page.get_by_role("button", name="leave out math_rl").click()
-    page.settle()
+    page.press_button("leave out math_rl")
     assert page.query["with"] == "high,grpo_out"
     field = page.page.get_by_label("add a campaign or a run")
     field.fill("high/runs/grpo+none_s1")
@@ -96,8 +88,7 @@ def test_places_are_added_left_out_and_kept_in_the_address(page, url, context):
     page.settle()
     assert page.query["with"] == f"high,grpo_out,{quote('high/runs/grpo+none_s1', safe='')}"
     assert page.page.locator(".places li").count() == 4
-    page.page.get_by_role("button", name="high · grpo+none").click()
-    page.settle()
+    page.press_button("high · grpo+none")
     assert page.page.locator(".legend .off").count() == 1
     before = page.seen()
     again = Watched(context.new_page(), url).open(page.path)

@@ -66,10 +66,8 @@ def test_values_and_signed_advantages_are_coloured_and_labelled(file, tmp_path):
             }
             recorder.record_step(step([updated(with_action(group([1.0], [5]), text="abcde"), credit)], number))
     page = file(tmp_path / "train_iteration_000000.html")
-    for mode, classes, legend in (
-        ("value", ",s2,s3,s5,s6", "−0.25 0 0.25 0.5 0.75"),
-        ("advantage", "m2,p6,,m6,", "≤ −2 −1 0 +1 ≥ +2"),
-    ):
+    for mode, classes, legend in (("value", ",s2,s3,s5,s6", "−0.25 0 0.25 0.5 0.75"),
+                                  ("advantage", "m2,p6,,m6,", "≤ −2 −1 0 +1 ≥ +2")):  # fmt: skip
         page.click(f"[data-mode={mode[0]}]")
         page.wait_for_selector(f".sample[data-shown={mode}]")
         shown = "() => [...document.querySelectorAll('.sample .t')].map((each) => each.className.slice(2)).join()"

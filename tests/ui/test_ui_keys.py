@@ -18,21 +18,15 @@ WALKS = {
     f"/metrics{HOME}?hist=reward": ("j k g c h l Escape", None, {"hhl": "step"}),
     f"/problems{HOME}": ("j k d s Escape", None, {"jjk": "id"}),
     f"/prompt{HOME}": ("j k g G h l H L", None, {"ggG": "problem", "jjk": "problem sample"}),
-    f"/rollouts{FIRST}?iteration=5": (
-        "j k h l g G Enter Escape",
-        None,
-        {"jjk": "index", "ggG": "index", "hl": "iteration"},
-    ),
-    f"/tokens{SECOND}?iteration=10&index=8": (
-        "j k h l g G c C",
-        None,
-        {"jk": "index", "ccC": "colour", "hl": "iteration"},
-    ),
+    f"/rollouts{FIRST}?iteration=5":
+        ("j k h l g G Enter Escape", None, {"jjk": "index", "ggG": "index", "hl": "iteration"}),
+    f"/tokens{SECOND}?iteration=10&index=8":
+        ("j k h l g G c C", None, {"jk": "index", "ccC": "colour", "hl": "iteration"}),
     f"/timeline{FIRST}?step=5": ("h l", None, {"hl": "step"}),
     f"/notes{HOSTILE}": ("j k", "li.note", {}),
     TRAINED["lora"]: ("", None, {}),
     TRAINED["compare"]: ("", None, {}),
-}
+}  # fmt: skip
 
 
 def changes(page, key, names):

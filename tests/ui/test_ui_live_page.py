@@ -24,11 +24,11 @@ def home(tmp_path):
 
 
 @pytest.fixture
-def live(home, tmp_path, context):
-    """(page, server's address) over a small campaign that a test may change."""
+def page(home, tmp_path, context):
+    """A page over a small campaign that a test may change."""
     with serving([home], tmp_path / "cache") as url:
         watched = Watched(context.new_page(), url)
-        yield watched, url
+        yield watched
         watched.page.close()
 
 
@@ -43,8 +43,7 @@ def at_step(step):
         return at && at.textContent === "at {step}"; }}"""
 
 
-def test_a_page_follows_a_file_that_grows_is_torn_cut_and_gone(live, home):
-    page, _ = live
+def test_a_page_follows_a_file_that_grows_is_torn_cut_and_gone(page, home):
     opened(page, f"/metrics/{RUN}?keys=mean_reward")
     page.until(at_step(5), "the rows there are")
     path = home / "runs/grpo+none_s1/metrics.jsonl"
@@ -173,18 +172,15 @@ def test_the_choice_of_a_run_shows_the_run_in_sight(following, training):
     assert following.query == {"run": OTHER}
 
 
-def test_a_log_is_read_a_page_at_a_time(live, home):
-    page, _ = live
+def test_a_log_is_read_a_page_at_a_time(page, home):
     log = home / "runs/grpo+none_s1/run.log"
     log.write_text("".join(f"2026-01-01 00:00:09 info    line {number}.\n" for number in range(700)))
     page.open(f"/notes/{RUN}?q=line")
     assert page.text(".log").startswith("2026-01-01 00:00:09 info    line 200.")
     for button, has in (("Older lines", "line 0."), ("Newest lines", "line 699.")):
-        page.page.get_by_role("button", name=button).click()
-        page.settle()
+        page.press_button(button)
         assert has in page.text(".log")
-    page.page.get_by_role("button", name="Older lines").click()
-    page.settle()
+    page.press_button("Older lines")
     with open(log, "a") as file:
         file.write("2026-01-01 00:00:09 info    line 700.\n")
     page.page.wait_for_timeout(1000 * SEEN_S)

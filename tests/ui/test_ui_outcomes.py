@@ -66,8 +66,7 @@ def test_a_banner_has_failures_and_the_command_above_the_verdict(page):
     page.page.locator(".banner").get_by_role("button", name="Copy").click()
     copied = page.page.evaluate("() => navigator.clipboard.readText()")
     assert re.fullmatch(r"retrain resume \S+/logs/failed --retry-failed", copied)
-    page.page.get_by_label("log of grpo+none_s2", exact=True).click()
-    page.settle()
+    page.click(page.page.get_by_label("log of grpo+none_s2", exact=True))
     assert ERROR in page.text(".log")
 
 
@@ -115,14 +114,12 @@ def test_curves_begin_with_means_and_one_legend_entry_for_each_condition(page):
     assert lines(page) == 3
     assert not page.page.get_by_label("every seed").is_checked()
     assert "band: 95 % interval over seeds" in page.text(".chartcard")
-    legend.nth(1).click()
-    page.settle()
+    page.click(legend.nth(1))
     assert (lines(page), page.query["hide"]) == (2, "1")
     page.page.reload()
     page.settle()
     assert (lines(page), legend.nth(1).get_attribute("aria-pressed")) == (2, "false")
-    legend.nth(1).click()
-    page.settle()
+    page.click(legend.nth(1))
     assert (lines(page), "hide" in page.query) == (3, False)
 
 
@@ -164,16 +161,13 @@ def order(page):
 
 def test_filter_and_order_of_the_first_page_stand_in_the_address(page):
     page.open("/")
-    page.page.get_by_role("button", name="held-out accuracy").click()
-    page.settle()
+    page.press_button("held-out accuracy")
     assert page.query == {"sort": "accuracy"}
     assert order(page)[0] == "logs/done", "the best first"
-    page.page.get_by_role("button", name="held-out accuracy").click()
-    page.settle()
+    page.press_button("held-out accuracy")
     assert page.query == {"sort": "accuracy", "order": "up"}
     page.page.get_by_label("search name").fill("logs")
-    page.page.get_by_label("state").get_by_role("button", name="done").click()
-    page.settle()
+    page.click(page.page.get_by_label("state").get_by_role("button", name="done"))
     seen = order(page)
     assert seen[-1] == "logs/done"
     assert page.query == {"sort": "accuracy", "order": "up", "q": "logs", "state": "done"}

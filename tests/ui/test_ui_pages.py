@@ -65,8 +65,7 @@ def test_axe_finds_nothing(page, name):
             found += [f"{scheme}, help: {each}" for each in page.page.evaluate(VIOLATIONS)]
             page.press("?")
         if name == "watch":
-            page.page.get_by_role("button", name="why?").first.click()
-            page.settle()
+            page.click(page.page.get_by_role("button", name="why?").first)
             found += [f"{scheme}, why: {each}" for each in page.page.evaluate(VIOLATIONS)]
             page.page.keyboard.press("Escape")
     assert not found, "\n".join(found)
@@ -116,12 +115,10 @@ def test_a_page_of_the_copy(context, copy, name):
 
 def test_the_pages_of_a_copy_lead_to_each_other(context, copy):
     watched = Watched(context.new_page(), copy.rpartition("/")[0]).open(copy)
-    watched.page.locator(f"a.open[href='#/campaign{quote(HOME)}']").click()
-    watched.settle()
+    watched.click(watched.page.locator(f"a.open[href='#/campaign{quote(HOME)}']"))
     titles = watched.page.locator("nav[aria-label=views] a").all_inner_texts()
     for title in titles:
-        watched.page.locator("nav[aria-label=views] a", has_text=title).first.click()
-        watched.settle()
+        watched.click(watched.page.locator("nav[aria-label=views] a", has_text=title).first)
         assert watched.text("nav[aria-label=views] a[aria-current]") == title
         assert watched.page.locator(".state.wrong").count() == 0, f"{title}: {watched.text('.state.wrong')}"
     watched.page.go_back()

@@ -62,9 +62,8 @@ def test_problems_that_got_worse_are_told_by_the_test_over_seeds(page):
 
 def test_of_one_seed_nothing_is_told_and_three_problems_are_no_percentage(page):
     page.open("/problems/one?sort=worse")
-    assert page.text(".judgement summary") == (
-        "Too few runs to tell whether a problem got worse · 3 problems: too few for a percentage over all"
-    )
+    few = "Too few runs to tell whether a problem got worse · 3 problems: too few for a percentage over all"
+    assert page.text(".judgement summary") == few
     page.page.locator(".judgement summary").click()
     assert "nothing can be shown" in page.text(".judgement ul")
     assert page.page.locator(".matrixtable th .all").count() == 0
@@ -78,8 +77,7 @@ def test_a_click_on_a_step_of_the_chart_opens_its_answers(page):
     area = page.page.locator(".beside .plot .u-over")
     box = area.bounding_box()
     for share, height, step, run in ((0.62, 0.05, "6", "grpo_s1"), (0.98, 0.95, "10", "worse_s1")):
-        area.click(position={"x": share * box["width"], "y": height * box["height"]})
-        page.settle()
+        page.click(area, position={"x": share * box["width"], "y": height * box["height"]})
         assert page.path.startswith(f"/rollouts/eight/runs/{run}?")
         assert page.query == {"split": "eval/heldout", "problem": "falls", "iteration": step}
         assert page.page.locator(".samples tbody tr").count() == 1
@@ -90,15 +88,11 @@ def test_a_click_on_a_step_of_the_chart_opens_its_answers(page):
 
 
 def test_a_problem_opens_at_two_steps_and_under_two_conditions(page):
-    for link, steps, ends in (
-        ("grpo and worse", (10, 10), ("✓ yes", "✗ no")),
-        ("worse: step 0 and 10", (0, 10), ("✓ yes", "✗ no")),
-    ):
+    for link, steps in (("grpo and worse", (10, 10)), ("worse: step 0 and 10", (0, 10))):
         page.open("/problems/eight?id=falls")
-        page.page.get_by_role("link", name=link, exact=True).click()
-        page.settle()
+        page.click(page.page.get_by_role("link", name=link, exact=True))
         sides = [page.text(f"section.side.{side}") for side in "ab"]
-        for text, step, end in zip(sides, steps, ends, strict=True):
+        for text, step, end in zip(sides, steps, ("✓ yes", "✗ no"), strict=True):
             assert f"step {step}" in text
             assert end in text
             assert f"seed 1 at {step}" in text

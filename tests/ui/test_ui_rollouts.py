@@ -45,11 +45,11 @@ def url(tmp_path_factory):
         yield url
 
 
+KEYS = ".samples tbody tr", "(all) => all.map((row) => row.dataset.key)"
+
+
 def shown(page):
-    return [
-        int(row)
-        for row in page.page.eval_on_selector_all(".samples tbody tr", "all => all.map((row) => row.dataset.key)")
-    ]
+    return [int(row) for row in page.page.eval_on_selector_all(*KEYS)]
 
 
 def test_rollouts_are_sorted_by_advantage_length_and_reward(page):
@@ -59,8 +59,7 @@ def test_rollouts_are_sorted_by_advantage_length_and_reward(page):
                              ("tokens", [0, 3, 2, 5, 1, 4], [1, 4, 2, 5, 0, 3]),
                              ("reward", [1, 4, 2, 5, 0, 3], [0, 3, 2, 5, 1, 4])):  # fmt: skip
         for order, arrow in ((down, "↓"), (up, "↑")):
-            page.page.locator(".samples thead button", has_text=column).click()
-            page.settle()
+            page.click(page.page.locator(".samples thead button", has_text=column))
             assert shown(page) == order, (column, arrow)
             assert page.text(".samples th[aria-sort]") == f"{column} {arrow}"
 
@@ -77,8 +76,7 @@ def test_words_are_found_in_answers_and_in_prompts(page):
     assert shown(page) == [3, 4, 5]
     assert "prompt: What is meadow?" in page.text(".samples tbody tr td:last-child")
     assert page.query == {"text": "is meadow"}
-    page.page.locator(".samples tbody tr").nth(1).click()
-    page.settle()
+    page.click(page.page.locator(".samples tbody tr").nth(1))
     assert page.page.locator(".beside mark").all_inner_texts() == ["is meadow"]
     field.fill("no such words")
     page.until("() => document.querySelector('.list .state')", "that nothing is found")
@@ -87,8 +85,7 @@ def test_words_are_found_in_answers_and_in_prompts(page):
 
 def found(page):
     """Return the rollouts of all steps in their order: (step, index)."""
-    keys = page.page.eval_on_selector_all(".samples tbody tr", "all => all.map((row) => row.dataset.key)")
-    return [tuple(map(int, key.split()[2:])) for key in keys]
+    return [tuple(map(int, key.split()[2:])) for key in page.page.eval_on_selector_all(*KEYS)]
 
 
 def test_words_are_found_in_all_steps(page):
@@ -102,12 +99,10 @@ def test_words_are_found_in_all_steps(page):
     page.page.get_by_label("search prompts and answers").fill("first")
     page.until("() => document.querySelectorAll('.samples tbody tr').length === 8", "the rollouts found")
     for order, lengths in (("↓", (0, 2)), ("↑", (2, 0))):
-        page.page.locator(".samples thead button", has_text="tokens").click()
-        page.settle()
+        page.click(page.page.locator(".samples thead button", has_text="tokens"))
         assert page.text(".samples th[aria-sort]") == f"tokens {order}"
         assert [index % 3 for _, index in found(page)] == [*[lengths[0]] * 4, *[lengths[1]] * 4]
-    page.page.locator(".samples tbody tr", has_text="step 0").first.click()
-    page.settle()
+    page.click(page.page.locator(".samples tbody tr", has_text="step 0").first)
     assert page.path == f"{ADDRESS}?iteration=0&index=2&text=first"
     assert page.page.locator(".beside mark").all_inner_texts() == ["first"]
     page.page.go_back()
@@ -118,8 +113,7 @@ def test_words_are_found_in_all_steps(page):
 def test_a_search_of_all_steps_goes_on_from_a_step(page):
     page.open(f"{ADDRESS}?text=needle&steps=all&first=1")
     assert found(page) == [(0, 1), (0, 4)]
-    page.page.get_by_role("button", name="From the newest step").click()
-    page.settle()
+    page.press_button("From the newest step")
     assert len(found(page)) == 4
 
 
@@ -127,12 +121,10 @@ def test_tokens_are_coloured_by_advantage_log_ratio_and_entropy(page):
     page.open(f"/tokens{RUN}?iteration=1&index=1")
     for button, wanted in (("advantage", ["t m6", "t", "t p6"]), ("log-ratio", ["t m6", "t m3", "t p6"]),
                            ("entropy", ["t s1", "t s3", "t s6"]), ("plain", ["t", "t", "t"])):  # fmt: skip
-        page.page.get_by_role("button", name=button, exact=True).click()
-        page.settle()
+        page.press_button(button, exact=True)
         colours = page.page.eval_on_selector_all(".t[data-at]", "all => all.map((each) => each.className)")
         assert colours == wanted, button
-    page.page.get_by_role("button", name="log-ratio", exact=True).click()
-    page.settle()
+    page.press_button("log-ratio", exact=True)
     page.page.locator(".t[data-at='2']").hover()
     facts = dict(zip(*(page.page.locator(f".tokenfacts {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
     assert (facts["token"], facts["advantage"], facts["log-ratio"]) == ("2 of 3", "+1", "+0.2 nats")
@@ -151,11 +143,9 @@ def test_the_step_that_a_sample_is_chosen_from_stays(page):
 
 def test_a_page_behind_the_last_row_leads_back(page):
     page.open(f"{ADDRESS}?iteration=1&first=200")
-    page.page.get_by_role("button", name="← previous").click()
-    page.settle()
+    page.press_button("← previous")
     assert page.query == {"iteration": "1", "first": "100"}
-    page.page.get_by_role("button", name="← previous").click()
-    page.settle()
+    page.press_button("← previous")
     assert page.query == {"iteration": "1"}
     assert len(shown(page)) == 6
 
@@ -164,7 +154,6 @@ def test_a_click_on_a_step_of_a_metric_opens_its_rollouts(page):
     page.open(f"/metrics{RUN}?keys=mean_reward")
     area = page.page.locator(".chartcard .plot .u-over").first
     box = area.bounding_box()
-    area.click(position={"x": 3, "y": box["height"] / 2})
-    page.settle()
+    page.click(area, position={"x": 3, "y": box["height"] / 2})
     assert page.path == f"{ADDRESS}?iteration=0"
     assert shown(page) == [0, 1, 2, 3, 4, 5]

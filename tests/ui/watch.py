@@ -138,6 +138,14 @@ class Watched:
             self.settle(0.3)
         return self
 
+    def click(self, target: Any, **options: Any) -> Watched:
+        """Click a locator's element, and wait until all is drawn that this starts."""
+        target.click(**options)
+        return self.settle()
+
+    def press_button(self, name: str, **options: Any) -> Watched:
+        return self.click(self.page.get_by_role("button", name=name, **options))
+
 
 @contextmanager
 def browser_of(playwright: Any) -> Iterator[Any]:
@@ -150,9 +158,8 @@ def browser_of(playwright: Any) -> Iterator[Any]:
 
 def links(page: Any, within: str = "body") -> list[str]:
     """The page's own links, each address once, as they stand."""
-    found = page.evaluate(
-        f"() => [...document.querySelectorAll('{within} a[href]')].map((each) => each.getAttribute('href'))"
-    )
+    script = f"[...document.querySelectorAll('{within} a[href]')].map((each) => each.getAttribute('href'))"
+    found = page.evaluate(script)
     return [each for each in dict.fromkeys(found) if each.startswith("/")]
 
 

@@ -33,9 +33,8 @@ class Guess(vf.MultiTurnEnv):
 
     @vf.stop
     async def found(self, state):
-        return bool(state["trajectory"]) and state["trajectory"][-1]["completion"][-1]["content"] == str(
-            state["number"]
-        )
+        turns = state["trajectory"]
+        return bool(turns) and turns[-1]["completion"][-1]["content"] == str(state["number"])
 
     async def env_response(self, messages, state, **kwargs):
         if self.fault and len(state["trajectory"]) == 2:

@@ -252,10 +252,8 @@ def test_groups_that_are_too_stale_stand_where_they_were_with_their_planning_tok
 @pytest.mark.parametrize(("critic", "lams"), [({"lam_length": 0.5}, [0.5, 0.0]), ({"lam_policy": 0.25}, [0.25, 0.25])])
 def test_the_policys_lambda_may_follow_the_length(base, critic, lams):
     """1 − 1/(αL) for answers of 4 and 2 tokens, with values of 0."""
-    config = {
-        "algorithm": {"advantage_mode": "gae", "kl_coef": 0.0},
-        "critic": {**critic, "lam_value": 1.0, "whiten": False},
-    }  # fmt: skip
+    critic = {**critic, "lam_value": 1.0, "whiten": False}
+    config = {"algorithm": {"advantage_mode": "gae", "kl_coef": 0.0}, "critic": critic}
     actions = [Action([7] * n, "", np.zeros(n), None, "stop") for n in (4, 2)]
     prompt = Prompt(Problem("p", "?", "1"), "?", (1, 2))
     groups = [single_turn(prompt, actions, [RewardResult(1.0), RewardResult(1.0)])]

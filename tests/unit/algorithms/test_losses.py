@@ -212,11 +212,8 @@ def test_sapo_by_hand():
 def test_vespo_by_hand():
     """arXiv 2602.10693: φ at four products, its maximum at W = k/λ, and (1, 0) is sequence importance sampling."""
     for product, better, worse in (
-        (0.5, 1.120422, 0.339785),
-        (1.0, 1.0, 1.0),
-        (2.0, 0.199148, 1.082682),
-        (4.0, 0.001975, 0.158640),
-    ):
+        (0.5, 1.120422, 0.339785), (1.0, 1.0, 1.0), (2.0, 0.199148, 1.082682), (4.0, 0.001975, 0.158640),
+    ):  # fmt: skip
         ratios = [product**0.25, product**0.75]  # two tokens: it is their product that counts
         assert loss_and_slope("vespo", [1.0, 0.0], ratios)[1][0] == pytest.approx(-better, abs=1e-6)
         assert loss_and_slope("vespo", [0.0, -1.0], ratios)[1][1] == pytest.approx(worse, abs=1e-6)

@@ -63,11 +63,9 @@ GAE, KL = {"advantage_mode": "gae"}, {"advantage_mode": "gae", "kl_coef": 0.05}
 CRITIC = {"lora_rank": 4, "lr": 0.01, "gamma": 0.9, "lam_policy": 0.8, "whiten": False}
 OWN = {"advantage_mode": "mine:own", "transform_mode": "mine:spread"}
 SEPA = {
-    "algorithm": {"transform_mode": "gtpo_sepa", "uncertainty_kind": "shannon_entropy"},
-    "gtpo": {"beta": 0.25},
-    "sepa": {"steps": 40, "delay_steps": 5, "correct_rate_gate": 0.3},
-    "planning": {"detector": "mine:steps"},
-}
+    "algorithm": {"transform_mode": "gtpo_sepa", "uncertainty_kind": "shannon_entropy"}, "gtpo": {"beta": 0.25},
+    "sepa": {"steps": 40, "delay_steps": 5, "correct_rate_gate": 0.3}, "planning": {"detector": "mine:steps"},
+}  # fmt: skip
 PLACEBO = {"algorithm": {"transform_mode": "gtpo_hicra_placebo"}, "hicra": {"alpha": 0.4}}
 
 

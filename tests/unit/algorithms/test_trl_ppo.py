@@ -35,9 +35,8 @@ class Batch:
         self.fills = self.tokens.all(1)
 
     def kl(self):
-        return sampled_token_kl(
-            self.arguments["kl_estimator"], self.trl["logprobs"], self.trl["ref_logprobs"], self.tokens
-        )
+        logprobs, reference = self.trl["logprobs"], self.trl["ref_logprobs"]
+        return sampled_token_kl(self.arguments["kl_estimator"], logprobs, reference, self.tokens)
 
     def rewards(self, mask):
         return token_rewards(self.trl["scores"], self.kl(), mask, self.arguments["kl_coef"])

@@ -37,9 +37,8 @@ def test_a_campaign_ends_with_everything_written(finished):
         assert (len(completions_of(folder)), len(read_jsonl(folder / "emergence" / "steps.jsonl"))) == (4 * 12, 4)
     texts = {run.name: [row["completion"] for row in completions_of(run)[:12]] for run in (finished / "runs").iterdir()}
     assert texts["grpo+none_s1"] == texts["rloo+gtpo_hicra_placebo_s1"] != texts["grpo+none_s2"]
-    initial = {
-        (run["seed"], read_json(finished / run["path"] / "config.json")["initial_adapter"]) for run in manifest["runs"]
-    }
+    configs = [(run["seed"], read_json(finished / run["path"] / "config.json")) for run in manifest["runs"]]
+    initial = {(seed, config["initial_adapter"]) for seed, config in configs}
     assert len(initial) == 2  # the seed decides it, and no condition
 
 

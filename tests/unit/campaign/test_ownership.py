@@ -51,9 +51,7 @@ def test_every_name_that_a_run_writes_is_looked_for(trained):
     names = {line.split("/")[0] for line in lines} | {p.split("/")[2] for p in lines if p.startswith("runs/")}
     names |= {path.name for path in trained[0].iterdir()}
     assert {"metrics.jsonl", "final", "squeeze", "plan.json", ownership.MARK} <= names
-    assert [
-        name for name in names - {".lock"} if not any(fnmatchcase(name, pattern) for pattern in ownership.LAYOUT)
-    ] == []
+    assert [name for name in names - {".lock"} if not any(fnmatchcase(name, glob) for glob in ownership.LAYOUT)] == []
 
 
 def test_a_claimed_directory_is_known_again_and_others_are_not(tmp_path):

@@ -198,11 +198,9 @@ def test_the_content_hash_is_of_prompts_answers_and_tags(tmp_path):
     assert load(path).content_hash == load(same).content_hash == load(path, seed=3).content_hash
     base = Problem("1", "p", "a", ("t",))
     others = [
-        Problem("1", "q", "a", ("t",)),
-        Problem("1", "p", "b", ("t",)),
-        Problem("1", "p", "a", ()),
+        Problem("1", "q", "a", ("t",)), Problem("1", "p", "b", ("t",)), Problem("1", "p", "a", ()),
         Problem("1", ({"role": "user", "content": "p"},), "a", ("t",)),
-    ]
+    ]  # fmt: skip
     variants = [([base], []), ([], [base]), ([base, base], []), ([base], [base]), *(([other], []) for other in others)]
     assert len({content_hash(train, heldout) for train, heldout in variants}) == len(variants)
     assert content_hash([Problem("2", "p", "a", ("t",), {"m": 1})], []) == content_hash([base], [])

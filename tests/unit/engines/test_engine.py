@@ -236,9 +236,8 @@ def test_logprobs_are_fresh_after_every_update_and_free_of_dropout(tmp_path):
         reference.load(adapter.tensors())
         assert_fresh(plain, reference_lanes, [reference], asked, sample(engine, asked, [adapter]))
         samples, before, dropout = rollout(dropping, lanes, adapter), adapter.flat.detach().clone(), 0.5 * (step % 2)
-        metrics = update(
-            lanes, adapter, samples, optimizer=optimizer, lr=0.05, step=step, dropout=dropout, grad_clip_norm=1.0
-        )
+        keys = {"optimizer": optimizer, "lr": 0.05, "grad_clip_norm": 1.0}
+        metrics = update(lanes, adapter, samples, step=step, dropout=dropout, **keys)
         assert float((adapter.flat.detach() - before).abs().max()) > 0.01
         if not dropout:
             assert abs(metrics["val/ratio"] - 1) < 1e-5

@@ -83,9 +83,8 @@ def test_engines_draw_from_and_record_the_kept_set(base, lanes, cut, dense_path)
     for request, group in zip(asked, sample(LocalEngine(base, lanes, dense=dense_path), asked, adapters), strict=True):
         for completion in group:
             with torch.no_grad():
-                logits_TV = fresh_logits(
-                    lanes, adapters[int(request.policy.run_id)], sample_of(request, completion)
-                ).double()
+                adapter = adapters[int(request.policy.run_id)]
+                logits_TV = fresh_logits(lanes, adapter, sample_of(request, completion)).double()
             p_TV = torch.softmax(logits_TV / request.temperature, -1).numpy()
             assert len(completion.support.offsets) == len(completion) + 1
             for t, token in enumerate(completion.token_ids):
@@ -186,10 +185,8 @@ def test_loss_kl_and_entropy_of_the_truncated_distribution_by_autograd(base, lan
     adapter = trained(lanes, 0)
     samples = rollout(base, lanes, adapter, asked=asked_for(top_p=0.8, min_p=0.02))
     terms = {"loss": "reinforce", "temperature": 0.7, "kl_coef": 0.4, "entropy_coef": 0.3}
-    metrics, tokens = (
-        update(lanes, adapter, samples, micro_batch_tokens=60, **terms),
-        sum(map(len, map(drawn, samples))),
-    )
+    metrics = update(lanes, adapter, samples, micro_batch_tokens=60, **terms)
+    tokens = sum(map(len, map(drawn, samples)))
     grad, adapter, loss, k3 = adapter.flat.grad.clone(), trained(lanes, 0), 0.0, 0.0
     for s in samples:
         chosen_T, entropy_T = fresh_scores(lanes, adapter, s, 0.7)

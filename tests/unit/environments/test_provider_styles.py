@@ -69,9 +69,7 @@ class Squares:
 
     async def compute_reward(self, completion, sample, eos_token=""):
         right = float(int(completion) == sample.metadata["n"] ** 2)
-        return reward(
-            right, {"length": len(completion)}, {"parity": "even" if sample.metadata["n"] % 2 == 0 else "odd"}
-        )
+        return reward(right, {"length": len(completion)}, {"parity": "odd" if sample.metadata["n"] % 2 else "even"})
 
 
 class Echo:

@@ -126,13 +126,12 @@ def test_a_schema_is_that_of_transformers():
     assert function["parameters"] == {
         "type": "object",
         "properties": {
-            "city": {"type": "string", "description": "Where to: a city"},
+            "city": {"type": "string", "description": "Where to: a city"}, "direct": {"type": "boolean"},
             "seats": {"type": "integer", "description": "How many seats, at least one"},
-            "direct": {"type": "boolean"},
             "days": {"type": "array", "items": {"type": "string"}},
         },
         "required": ["city", "seats"],
-    }
+    }  # fmt: skip
     parameters = tool_of(kinds).schema["function"]["parameters"]["properties"]
     assert parameters["f"] == {"type": "object", "additionalProperties": {"type": "number"}}
     assert parameters["g"] == {"type": "string", "enum": ["x", "y"]}

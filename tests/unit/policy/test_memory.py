@@ -213,11 +213,9 @@ def test_a_budget_goes_on_as_it_was_unless_the_user_wants_less(base, machine):
     machine(1_000_000, 60)
     plan = MemoryPlan.of(base)
     for planned, learnt, expected in (
-        (True, False, {"plan": 60, "more": 500, "less": 20}),
-        (True, True, {"plan": 30, "more": 30, "less": 20}),
-        (False, False, {"plan": 1000, "more": 500, "less": 20}),
-        (False, True, {"plan": 30, "more": 30, "less": 20}),
-    ):
+        (True, False, {"plan": 60, "more": 500, "less": 20}), (True, True, {"plan": 30, "more": 30, "less": 20}),
+        (False, False, {"plan": 1000, "more": 500, "less": 20}), (False, True, {"plan": 30, "more": 30, "less": 20}),
+    ):  # fmt: skip
         before = Budget(60, plan=plan) if planned else Budget(60)
         if learnt:
             before.shrink([5, 2], [40, 40], "out of memory")
@@ -244,15 +242,12 @@ DRIVER = RuntimeError("CUDA error: out of memory")
 CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
 PLACES = {
-    "a prefill": (DenseDecoder, "prefill", 2, CUDA),
-    "decoding": (DenseDecoder, "decode_steps", 3, CUBLAS),
-    "compacting": (KVCache, "select", 1, CPU),
-    "scoring": (backbone, "token_logprobs", 2, CUDA),
+    "a prefill": (DenseDecoder, "prefill", 2, CUDA), "decoding": (DenseDecoder, "decode_steps", 3, CUBLAS),
+    "compacting": (KVCache, "select", 1, CPU), "scoring": (backbone, "token_logprobs", 2, CUDA),
     "a forward pass": (accumulating, "token_logprobs", 2, CPU),
     "a backward pass": (torch.Tensor, "backward", 2, MemoryError()),
-    "the first moment": (torch, "zeros_like", 1, DRIVER),
-    "the second moment": (torch, "zeros_like", 2, CUBLAS),
-}
+    "the first moment": (torch, "zeros_like", 1, DRIVER), "the second moment": (torch, "zeros_like", 2, CUBLAS),
+}  # fmt: skip
 """The function in which memory runs out, at which of its calls (of ``zeros_like``: those for a parameter), and how."""
 
 

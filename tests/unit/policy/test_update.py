@@ -58,10 +58,8 @@ def samples(on_policy) -> list[Sample]:
 def off_policy(on_policy) -> list[Sample]:
     """Half of the samples, with sampler log-probabilities that differ from the trainer's by up to half a nat."""
     noise = generator("mismatch")
-    return [
-        with_tokens(s, logprobs=s.logprobs[s.action_mask] + noise.normal(size=len(drawn(s))) / 4)
-        for s in on_policy[::2]
-    ]
+    samples = [(s, noise.normal(size=len(drawn(s))) / 4) for s in on_policy[::2]]
+    return [with_tokens(s, logprobs=s.logprobs[s.action_mask] + moved_T) for s, moved_T in samples]
 
 
 def by_autograd(lanes, samples, loss_of) -> tuple[torch.Tensor, float]:
@@ -131,10 +129,7 @@ def test_every_micro_batch_split_gives_the_same_gradient(lanes, off_policy, norm
 @pytest.mark.parametrize("loss", LOSSES)
 def test_truncated_importance_sampling_and_icepop_by_their_formulas(lanes, off_policy, loss):
     """w·A·∇log π with w = min(ρ, C), or ρ inside the band and 0 outside: the ratio counts once, not twice."""
-    weights = {
-        TIS: lambda ratio: ratio.clamp(max=1.05),
-        ICEPOP: lambda ratio: ratio * ((ratio >= 0.9) & (ratio <= 1.2)),
-    }
+    weights = {TIS: lambda r: r.clamp(max=1.05), ICEPOP: lambda r: r * ((r >= 0.9) & (r <= 1.2))}
     for correction, weight in weights.items():
 
         def weighted(s, logp, weight=weight):

@@ -229,9 +229,8 @@ def test_passes_end_early_once_the_policy_has_moved_far_enough(moved, target, ex
 
 
 def train(folder, training: str) -> list[dict]:
-    return train_quietly(
-        folder, TINY_RUN.format(model="tiny-reasoner").replace("batch_size = 2", "batch_size = 4") + training
-    )
+    base = TINY_RUN.format(model="tiny-reasoner").replace("batch_size = 2", "batch_size = 4")
+    return train_quietly(folder, base + training)
 
 
 def test_a_target_ends_the_passes(tmp_path):

@@ -94,10 +94,8 @@ def test_ordinary_runs_get_no_remark_and_every_rule_has_its_case():
 
 def test_uniform_groups_are_distinguished():
     for all_good, matched, cut_off, words in (
-        (1.0, 1.0, 0.0, "too easy"),
-        (0.0, 1.0, 1.0, "cut off"),
-        (0.0, 1.0, 0.0, "too hard"),
-    ):
+        (1.0, 1.0, 0.0, "too easy"), (0.0, 1.0, 1.0, "cut off"), (0.0, 1.0, 0.0, "too hard"),
+    ):  # fmt: skip
         groups = {"env__all__by_group__frac_mixed": 0.0, "env__all__by_group__frac_all_good": all_good}
         made = rows(3, env__all__format=matched, max_token_hit_rate=cut_off, **groups)
         assert words in next(note.text for note in explain(made, config()) if note.key == "groups_uniform")

@@ -73,9 +73,8 @@ def test_the_cookbook_s_readers_find_conversations_and_rewards_by_component(tmp_
     weighted = RewardResult(0.9, metrics, components=components, correct=True, format_ok=False)
     many = RewardResult(1.0, {f"m{n}": float(n) for n in range(20)})
     groups = [group([weighted, many], [4, 5]), *(group([weighted, 0.0], [4, 5], problem_id=f"p{i}") for i in range(5))]
-    with closing(
-        RunRecorder(tmp_path, context(config=config(reward={"type": "weighted", "components": parts})))
-    ) as recorder:
+    settings = config(reward={"type": "weighted", "components": parts})
+    with closing(RunRecorder(tmp_path, context(config=settings))) as recorder:
         recorder.record_eval(evaluation(groups, number=0, name="held out/1"))
         recorder.record_step(step(groups))
     for name in ("train_iteration_000000", "eval_held_out_1_iteration_000000"):

@@ -185,10 +185,9 @@ def test_the_gsm8k_recipe(completion, total, correct, format_ok):
 
 
 def test_what_a_section_names_and_is_missing_is_an_error_before_anything_runs(tmp_path, monkeypatch):
+    section = tasks.RewardSection.model_validate({"type": "custom", "custom_module": "absent.py"})
     with pytest.raises(PluginError, match="no such file"):
-        build_grader(
-            tasks.RewardSection.model_validate({"type": "custom", "custom_module": "absent.py"}), base_dir=tmp_path
-        )
+        build_grader(section, base_dir=tmp_path)
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(MissingExtra, match=r"pip install '\.\[math\]'"):
         build_grader(tasks.RewardSection.model_validate({"type": "math"}))

@@ -69,11 +69,9 @@ def test_criteria_of_data_sets():
     ]  # fmt: skip
     assert read_criteria(rows) == read_criteria(json.dumps(rows)) == want
     for wrong, words in (
-        ({"a": 1}, "are dict, not a list"),
-        (["a", {"weight": 1}], "criterion 2 has no text"),
-        (["a", {"text": "b", "weight": "heavy"}], "weight is 'heavy'"),
-        ("no JSON", "Expecting value"),
-    ):
+        ({"a": 1}, "are dict, not a list"), (["a", {"weight": 1}], "criterion 2 has no text"),
+        (["a", {"text": "b", "weight": "heavy"}], "weight is 'heavy'"), ("no JSON", "Expecting value"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             read_criteria(wrong)
     assert [weight_of(word) for word in ("essential", "Important", "optional", "pitfall")] == [1.0, 0.7, 0.3, 0.9]

@@ -266,9 +266,8 @@ def test_held_out_problems_are_rendered_with_the_template_of_their_environment()
     evaluator = Evaluator(Scripted({}), RENDERER, [held_out])
     for template, texts in (("{prompt}", ["a", "b"]), ("c {prompt}", ["c a", "c b"]), ("{prompt}", ["a", "b"])):
         environment = SplitEnvironment(problems, Data(prompt_template=template), Lengths())
-        (record,) = evaluator.evaluate(
-            held_out, [EvaluatedPolicy(PolicyRef("r", 0), {HELDOUT: environment}, ("r",), 0)]
-        )
+        policy = EvaluatedPolicy(PolicyRef("r", 0), {HELDOUT: environment}, ("r",), 0)
+        (record,) = evaluator.evaluate(held_out, [policy])
         assert [group.prompt.text.split(">")[1].split("<")[0] for group in record.groups] == texts
 
 

@@ -106,12 +106,9 @@ TOOL = [{"role": "tool", "name": "add", "content": '{"sum": "46"}'}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>'
 ADD = {
     "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-    },
-}
+    "function": {"name": "add", "description": "Add two numbers.",
+                 "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+}  # fmt: skip
 PROBLEM = Problem("p", "12+34=?", "46")
 MARKUP = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|user|>"]
 MARKUP += ["<|assistant|>", "<|end|>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]

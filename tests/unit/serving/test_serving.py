@@ -372,11 +372,9 @@ def test_nulls_and_values_without_effect_are_accepted(world):
 def test_models_paths_and_methods_that_are_not_there(world):
     bodies = {
         "/v1/completions": {"prompt": "a", "model": "three"},
-        "/v1/chat/completions": {"messages": [USER], "model": "three"},
-        "/tokenize": {"prompt": "a", "model": "three"},
-        "/v1/unload_lora_adapter": {"lora_name": "three"},
-        "/v1/nothing": {},
-    }
+        "/v1/chat/completions": {"messages": [USER], "model": "three"}, "/tokenize": {"prompt": "a", "model": "three"},
+        "/v1/unload_lora_adapter": {"lora_name": "three"}, "/v1/nothing": {},
+    }  # fmt: skip
     for path, body in bodies.items():
         answer = world.post(path, body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, 404)
@@ -510,9 +508,8 @@ def test_adapters_in_place_and_uploaded(world):
 def test_an_adapter_of_some_layers_leaves_the_others_alone(world, tmp_path):
     """As peft computes it."""
     torch.manual_seed(1)
-    config = LoraConfig(
-        r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], init_lora_weights=False, use_rslora=True
-    )
+    modules = ["q_proj", "down_proj"]
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=modules, init_lora_weights=False, use_rslora=True)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(world.service.base.name), config).eval()
     model.save_pretrained(tmp_path / "some")
     world.post("/v1/load_lora_adapter", {"lora_name": "some", "lora_path": str(tmp_path / "some")}).raise_for_status()

@@ -28,9 +28,8 @@ from retrain.types import Action, EvalRecord, Group, Problem, Prompt, single_tur
 def asked(name: str, answers: list[str], tags: tuple[str, ...] = ()) -> Group:
     """A held-out problem with these completions, graded as ``match`` does."""
     problem = Problem(name, f"What is {name}?", "4", tags)
-    actions = [
-        Action([1, 2, 3], text, np.array([-1.0, -0.5, -0.1]), np.array([0.5, 0.2, 0.1]), "stop") for text in answers
-    ]
+    logprobs_T, entropy_T = np.array([-1.0, -0.5, -0.1]), np.array([0.5, 0.2, 0.1])
+    actions = [Action([1, 2, 3], text, logprobs_T, entropy_T, "stop") for text in answers]
     rewards = [MatchReward().grade(problem, text) for text in answers]
     return single_turn(Prompt(problem, problem.prompt, (1, 2)), actions, rewards)
 

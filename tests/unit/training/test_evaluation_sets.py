@@ -146,9 +146,8 @@ def test_sets_are_parts_of_one_file_or_files_of_their_own(tmp_path):
         'answer_column = "a"\nprompt_template = "Say {prompt}"\n'
     )
     config = load(tmp_path / "f.toml").config
-    data = load_data(
-        config.data, [HeldOutRequest(s.name, s.problems, s.data) for s in config.held_out], base_dir=tmp_path
-    )
+    requests = [HeldOutRequest(s.name, s.problems, s.data) for s in config.held_out]
+    data = load_data(config.data, requests, base_dir=tmp_path)
     assert data.sets["less"] == data.sets["part"][:3]
     assert [problem.prompt for problem in data.sets["t"]] in (["q1", "other"], ["other", "q1"])
     held_out = {problem.prompt for problem in data.heldout}

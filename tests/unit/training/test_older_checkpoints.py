@@ -27,7 +27,6 @@ def test_a_run_of_version_0_4_is_continued_from_its_checkpoint(tmp_path: Path):
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["episode"] for row in rows] == [16, 32, 48, 64]  # the sums of the checkpoint
     assert [row["sepa_lambda"] for row in rows] == [0.0, 0.0, 0.01, 0.02]  # the gate that step 0 opened
-    saved, final = (
-        load_file(run / name / "adapter_model.safetensors") for name in ("checkpoints/step_000002", "final")
-    )
+    files = (run / at / "adapter_model.safetensors" for at in ("checkpoints/step_000002", "final"))
+    saved, final = map(load_file, files)
     assert any(not torch.equal(saved[name], final[name]) for name in saved)

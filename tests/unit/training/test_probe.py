@@ -46,9 +46,8 @@ def model(tmp_path_factory) -> Path:
 def toy(folder: Path, model: Path, *conditions: tuple[str, str], second: str = "", function: str = "score") -> Path:
     path, training = folder / "toy.toml", {"max_tokens": 8, "save_every": 1, "max_examples": None}
     head = campaign_head(*conditions, seeds=[1, 2], max_steps=STEPS, allow_confounded=True)
-    world = toy_toml(
-        model, "binary.py", reward={"custom_function": function}, training=training, evaluation={"problems": None}
-    )
+    others = {"reward": {"custom_function": function}, "evaluation": {"problems": None}}
+    world = toy_toml(model, "binary.py", training=training, **others)
     path.write_text(f"{head}\n{second}\n\n{world}")
     return path
 

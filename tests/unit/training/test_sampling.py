@@ -139,11 +139,9 @@ def test_a_group_that_is_too_old_does_not_train_and_is_counted(tmp_path, model, 
     path.write_text(path.read_text().replace('advantage_mode = "rloo"\ntransform_mode = "gtpo_hicra_placebo"',
                                              'advantage_mode = "gae"\ntransform_mode = "none"'))  # fmt: skip
     sets = (
-        "training.max_off_policy_steps=1",
-        "training.num_iterations=2",
-        "algorithm.correction='tis'",
+        "training.max_off_policy_steps=1", "training.num_iterations=2", "algorithm.correction='tis'",
         "logging.rollouts_every=1",
-    )
+    )  # fmt: skip
     found = trained(path, tmp_path / "out", *sets)
     for rows in found.values():
         assert [row["discarded_max_async_pct"] for row in rows] == pytest.approx([0, 0, 100 / 3, 100, 0])

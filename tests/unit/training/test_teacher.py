@@ -153,11 +153,9 @@ def test_the_metrics_are_their_definitions():
     expected = {
         "distillation/reverse_kl": (student_T - teacher_T).mean(),
         "distillation/reverse_kl_k3": (ratio_T - 1 - np.log(ratio_T)).mean(),
-        "distillation/teacher_logprob": teacher_T.mean(),
-        "distillation/clamped_frac": clamped,
-        "distillation/advantage_std": clipped_T.std(),
-        "distillation/taught_frac": 1.0,
-    }
+        "distillation/teacher_logprob": teacher_T.mean(), "distillation/clamped_frac": clamped,
+        "distillation/advantage_std": clipped_T.std(), "distillation/taught_frac": 1.0,
+    }  # fmt: skip
     assert {key: numbers[key] for key in numbers if key.startswith("distillation/")} == pytest.approx(expected)
 
 

@@ -33,10 +33,8 @@ def test_a_verdict_that_can_be_quoted(tmp_path):
     d = np.array(other["differences"])
     assert d == pytest.approx(np.array(shifted(0.03)) - BASE)
     (analysis,) = judge(d[None])
-    assert (other["typical_difference"], other["difference_interval"]) == (
-        analysis.typical,
-        [analysis.low, analysis.high],
-    )
+    assert other["typical_difference"] == analysis.typical
+    assert other["difference_interval"] == [analysis.low, analysis.high]
     assert other["p_value"] == analysis.p == 2**-7
     assert (base["verdict"], other["verdict"], report["follow_up"]) == ("baseline", "better", "")
     assert other["sentence"] == (

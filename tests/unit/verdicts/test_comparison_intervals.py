@@ -57,10 +57,8 @@ def test_new_problems_from_the_completions_of_the_final_evaluation(tmp_path):
     random = np.random.default_rng(0)
     right = random.random((2, 6, 40, 4)) < np.clip(random.normal(0.5, 0.3, 40), 0, 1)[None, None, :, None]
     runs = [answers(tmp_path / f"{label}_s{s}", right[i, s]) for i, label in enumerate("ab") for s in range(6)]
-    for metric, step, scored in (
-        (None, 1 / 512, right.mean(axis=3)),
-        ("final:pass@4", 4 / 512, 1.0 * right.any(axis=3)),
-    ):
+    share, solved = right.mean(axis=3), 1.0 * right.any(axis=3)
+    for metric, step, scored in ((None, 1 / 512, share), ("final:pass@4", 4 / 512, solved)):
         own = compare_runs(runs, ["a", "b"], metric=metric).conditions[1]
         wider = new_problems_interval(scored[::-1].transpose(1, 2, 0), resolution=step)
         low, high = own.difference_interval
