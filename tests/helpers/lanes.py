@@ -1,6 +1,7 @@
 """LoRA lanes that are sampled, scored and updated."""
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.algorithms import LOSSES, PluginLoss
+from retrain.algorithms import (
+    GROUP_ADVANTAGES,
+    LOSSES,
+    GroupAdvantage,
+    Modes,
+    PluginLoss,
+    RegexDetector,
+    build_algorithm,
+    load_modes,
+)
+from retrain.algorithms.algorithm import Algorithm, CreditStep, StepContext
 from retrain.config import parse_dict
+from retrain.config.modes import advantage_of
 from retrain.engines import Engine, LocalEngine
 from retrain.engines.step import DecodeSettings
+from retrain.environments.protocol import Observation, Step
 from retrain.files import read_json, read_jsonl
 from retrain.maths.corrections import Correction
 from retrain.policy.adapter_io import peft_config
@@ -28,7 +41,19 @@ from retrain.policy.update import PendingUpdate, UpdateContext, policy_step
 from retrain.rng import generator
 from retrain.threads import Workers
 from retrain.training.checkpoints import Snapshot
-from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, StepBatch
+from retrain.types import (
+    Action,
+    CreditedBatch,
+    CreditedGroup,
+    Denominators,
+    Group,
+    PolicyRef,
+    RewardResult,
+    Sample,
+    SampleRequest,
+    Scores,
+    StepBatch,
+)
 
 from .campaigns import is_timing_key, toy_toml
 from .models import campaign_head
@@ -306,3 +331,84 @@ def made(run: Path) -> dict[str, object]:
 
 def critic_files(run: Path) -> list[str]:
     return sorted(str(path.relative_to(run)) for name in (WEIGHTS, MOMENTS) for path in run.rglob(name))
+
+
+STREAM = ("run",)
+
+
+class SilentTokenizer:
+    """Tokens without text, so that none of them plans."""
+
+    def offsets(self, token_ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
+        return "", [(0, 0)] * len(token_ids)
+
+
+def batch_of(groups: Sequence[Group]) -> CreditedBatch:
+    return CreditedBatch(tuple(CreditedGroup.of(group) for group in groups))
+
+
+def advantages_of(group: CreditedGroup) -> np.ndarray:
+    """Return the advantages, float64 [N], NaN where there is none."""
+    return np.array([rollout.advantage for rollout in group.rollouts])
+
+
+def algorithm_of(config: dict[str, Any], tokenizer: Any = None, modes: Modes | None = None) -> Algorithm:
+    parsed = parse_dict(config)
+    modes = modes or load_modes(parsed.algorithm)
+    return build_algorithm(parsed, modes, RegexDetector(), tokenizer or SilentTokenizer(), STREAM)
+
+
+def credit(
+    groups: Sequence[Group], config: dict[str, Any] | None = None, tokenizer: Any = None, modes: Modes | None = None,
+    scores: Scores | None = None,
+) -> CreditedBatch:  # fmt: skip
+    """Return the groups with the credit of step 0 of a configuration."""
+    return algorithm_of(config or {}, tokenizer, modes).credit(batch_of(groups), scores or Scores(), 0)
+
+
+def apply(batch: CreditedBatch, *steps: CreditStep, scores: Scores | None = None, step: int = 0) -> CreditedBatch:
+    for credit_step in steps:
+        batch = credit_step.apply(batch, StepContext(step, scores or Scores()))
+    return batch
+
+
+def compare(groups: Sequence[Group], mode: Any, turn_credit: Any = None, reward_name: str = "reward") -> CreditedBatch:
+    """Return the groups with advantages, of whole rollouts or of turns, but without token credit."""
+    advantage = GroupAdvantage(mode, advantage_of(mode), GROUP_ADVANTAGES.get(mode), turn_credit, reward_name)
+    return apply(batch_of(groups), advantage)
+
+
+class TwoTurns:
+    """Asks for more, once by default; rewards the number of answers. An answer of "fail" is not foreseen."""
+
+    exact = True
+
+    def __init__(self, turns: int = 2):
+        self.turns, self.ranges, self.graded, self.seeds = turns, {}, [], []
+
+    def start(self, problem, seed):
+        if problem.id == "unknown":
+            raise LookupError("no such problem")
+        self.seeds.append(seed)
+        return TwoTurnsEpisode(problem, self.turns)
+
+    def results(self, episodes):
+        self.graded += [episode.problem.id for episode in episodes]
+        return [RewardResult(float(len(episode.said))) for episode in episodes]
+
+
+class TwoTurnsEpisode:
+    def __init__(self, problem, turns):
+        self.problem, self.turns, self.said = problem, turns, []
+
+    def observe(self):
+        return Observation(({"role": "user", "content": self.problem.prompt},))
+
+    def step(self, action):
+        if action.text == "fail":
+            raise RuntimeError("an environment with a mistake")
+        if action.text == "exit":
+            sys.exit("enough")
+        self.said.append(action.text)
+        done = action.text == "last" or len(self.said) == self.turns
+        return Step(() if done else ({"role": "user", "content": "more?"},), done)

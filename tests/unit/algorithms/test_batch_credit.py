@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers.credit import advantages_of, algorithm_of, apply, batch_of, compare, credit
+from helpers.lanes import advantages_of, algorithm_of, apply, batch_of, compare, credit
 from helpers.models import word_tokenizer
 
 from retrain.algorithms import Modes, PlanningTokens, RegexDetector

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.credit import STREAM, apply
+from helpers.lanes import STREAM, apply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

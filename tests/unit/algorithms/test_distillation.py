@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.credit import apply, batch_of, credit
+from helpers.lanes import apply, batch_of, credit
 from helpers.records import completion
 
 from retrain.algorithms import ZeroAdvantage

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.credit import apply, compare
+from helpers.lanes import apply, compare
 from helpers.records import completion
 
 from retrain.algorithms import PluginDetector, PluginLoss, TokenUncertainty, TransformPlugin, load_detector, load_modes

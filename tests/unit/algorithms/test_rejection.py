@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.credit import algorithm_of, apply
+from helpers.lanes import algorithm_of, apply
 from helpers.records import completion, group, updated
 
 from retrain.algorithms.algorithm import training_samples

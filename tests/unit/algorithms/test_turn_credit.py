@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.credit import algorithm_of, compare, credit
+from helpers.lanes import algorithm_of, compare, credit
 
 from retrain.algorithms.algorithm import samples_of, training_samples
 from retrain.algorithms.credit.group_advantage import TurnCredit, returns_to_go

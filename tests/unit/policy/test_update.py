@@ -3,9 +3,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from helpers.credit import credit
 from helpers.lanes import (
     adamw,
+    credit,
     drawn,
     fresh_scores,
     gradient,

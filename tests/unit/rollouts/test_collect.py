@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.episodes import TwoTurns, TwoTurnsEpisode
+from helpers.lanes import TwoTurns, TwoTurnsEpisode
 from helpers.models import word_tokenizer
 
 from retrain.config.evaluation import HELDOUT, HeldOut

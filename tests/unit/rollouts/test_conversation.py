@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.episodes import TwoTurns
-from helpers.lanes import fresh_logprobs, trained
+from helpers.lanes import TwoTurns, fresh_logprobs, trained
 from helpers.models import word_tokenizer
 
 from retrain.algorithms.algorithm import samples_of, samples_of_rollout, scores_by_rollout

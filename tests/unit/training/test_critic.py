@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.campaigns import Heard, continue_training, train
-from helpers.credit import credit
 from helpers.lanes import (
     OWN,
     SHARED,
+    credit,
     critic_campaign,
     critic_files,
     in_turns,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.campaigns import StopAfter, adapter_bytes, continue_training, run_cli, train
-from helpers.credit import credit
 from helpers.lanes import (
+    credit,
     critic_campaign,
     drawn,
     fresh_logits,
