@@ -83,7 +83,7 @@ def owner_of(directory: Path) -> Owner | None:
 
 
 def is_whole(directory: Path, owner: Owner | None) -> bool:
-    """Return whether ``owner`` published ``directory`` as complete; True for None, for directories without marks."""
+    """Return whether ``owner`` published ``directory`` as complete; always True if ``owner`` is None."""
     mark = None if directory.is_symlink() else mark_of(directory)
     return owner is None or (mark is not None and mark.files is not None and mark.owner == owner)
 

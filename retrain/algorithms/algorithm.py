@@ -65,7 +65,7 @@ class TokenCreditStep(CreditStep, Protocol):
 
 @runtime_checkable
 class StatefulStep(Protocol):
-    """A credit step with state between batches, saved as ``name`` in checkpoints."""
+    """A credit step with state between batches, which checkpoints store under ``name`` as strict JSON."""
 
     name: str
 
@@ -180,6 +180,7 @@ def training_samples(rollout: CreditedRollout) -> list[Sample]:
 
 
 def scores_by_rollout(scores: Scores, groups: Sequence[Group]) -> Scores:
+    """Return the scores of ``samples_of(groups)`` with one array for each rollout instead of each sample."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     by_sample = {kind.name: getattr(scores, kind.name) for kind in fields(scores)}
     requested = {kind: rows for kind, rows in by_sample.items() if rows is not None}

@@ -22,7 +22,7 @@ TITLES = {"provider": "provider =", "tool": "tools =", "task": "reasoning_gym, i
 
 
 class Capability(NamedTuple):
-    """A provider, tool or task (``kind``). ``state``: "ready", or why it does not work and what to install."""
+    """A provider, tool or task (``kind``). ``state``: "ready", else what to install or why it does not work."""
 
     kind: str
     name: str

@@ -47,7 +47,7 @@ def close_hosted() -> None:
 
 def provided_data(config: Config, folder: Path) -> Dataset:
     """Return the problems of a provider: for training, up to ``max_examples``, and for each held-out set by its name.
-    Raises PluginMissing, and DataError if a held-out problem is also trained on."""
+    Raises PluginMissing; DataError if problems are missing, or both held out and trained on."""
     host, most = hosted(config, folder), config.training.max_examples
     train = list(host.problems(TRAIN))[:most]
     sets = {each.name: list(host.problems(each.name))[: each.problems] for each in config.held_out}
@@ -128,8 +128,8 @@ def tokenizer_of(config: Config) -> LightTokenizer:
 
 @dataclass(frozen=True)
 class CompletionLengths:
-    training: int
-    heldout: Mapping[str, int]
+    training: int  # Tokens of the longest completion of any run of a plan
+    heldout: Mapping[str, int]  # The same, by held-out set
 
 
 def longest_completions(configs: Iterable[Config]) -> CompletionLengths:

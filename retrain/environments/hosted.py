@@ -34,7 +34,7 @@ TOOLS = "retrain.environments.tool_use:ToolUse"
 
 
 class HostedEnvironment:
-    """Environment of ``[environment]`` in ``workers`` processes. Raises PluginMissing if the first cannot start."""
+    """Environment of ``[environment]`` in ``workers`` processes. Raises PluginMissing if it cannot start."""
 
     def __init__(self, section: EnvironmentSection, folder: Path | None):
         self.section = section

@@ -82,7 +82,7 @@ class Environment(Protocol):
         ...
 
     def start(self, problem: Problem, seed: int) -> Episode:
-        """Begin an episode. All its randomness comes from ``seed``."""
+        """Begin an episode. All its randomness comes from ``seed``. Raises EpisodeFailed, as its methods do."""
         ...
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:

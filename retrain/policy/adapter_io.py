@@ -151,8 +151,7 @@ class StoredAdapter:
     config: dict
 
     def require_scale(self, scale: float, named: str) -> None:
-        """Raise UsageError if a module's LoRA scale is not ``scale``, the run's. ``named``: the adapter (for
-        messages)."""
+        """Raise UsageError if a module's LoRA scale is not ``scale``, the run's. ``named``: the adapter's name."""
         wrong = [stored for stored in self.scales.values() if abs(stored - scale) > 1e-9]
         if wrong:
             raise UsageError(

@@ -85,6 +85,7 @@ class Backbone:
         return padded_layout(samples, host, base.pad_id)
 
     def hidden(self, layout: Layout) -> Tensor:
+        """Return the hidden states [M, H] that predict the action tokens."""
         assert self.decoder is not None, "only a model whose output layer can be split off gives hidden states"
         return predicting(_run(self.decoder, layout).last_hidden_state, layout)
 

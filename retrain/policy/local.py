@@ -287,9 +287,9 @@ def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
 def check_memory(
     base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt_tokens: int, decodes: bool = True
 ) -> None:
-    """Raise DoesNotFit if these runs exceed the free memory. They need adapters and optimizers, and beside them their
-    least KV caches or one update, whichever is larger. ``prompt_tokens``: tokens of the longest prompt. ``decodes``:
-    this process samples, so that it needs caches."""
+    """Raise DoesNotFit, with the number of runs that fit, if these exceed the free memory. They need adapters and
+    optimizers, and either their smallest KV caches or one update, whichever is larger. ``prompt_tokens``: tokens of the
+    longest prompt. ``decodes``: this process samples, so that it needs caches."""
     # At least the update of one sequence must fit; caches are freed then.
     longest = prompt_tokens + max(spec.config.training.max_tokens for spec in specs)
     update = longest * kept_bytes(base)

@@ -105,8 +105,8 @@ class ShardedWeights:
             self._gathered.clear()
 
     def layer(self, unit: int) -> None:
-        """Gather a unit and reshard the layer before. Raises RunFailed outside ``in_use``, RankLost if another rank is
-        gone, and out-of-memory errors."""
+        """Reshard the layer gathered last, then gather a unit. Raises RunFailed outside ``in_use``, RankLost if another
+        rank is gone, and out-of-memory errors."""
         if unit in self._gathered:
             return
         if not self._is_open:

@@ -41,7 +41,7 @@ class Recent:
         return values if len(values) == count else []
 
     def cut_off(self) -> float:
-        """Return the mean share of completions that ended by length in the last 3 steps; 0 if a step has none."""
+        """Return the mean of ``max_token_hit_rate`` over the last 3 steps; 0 if fewer steps have it."""
         return _mean(self.last("max_token_hit_rate", 3) or [0.0])
 
 

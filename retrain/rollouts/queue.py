@@ -95,7 +95,7 @@ class RolloutQueue(Generic[Owner]):
     def offer(
         self, owner: Owner, requests: Mapping[int, Sequence[RolloutRequest]], resample: Resample | None = None
     ) -> None:
-        """Add requests, by step; ``resample`` is called after each of their decode batches, for more requests."""
+        """Add requests by step. After each of their decode batches, the sampling thread calls ``resample`` for more."""
         with self._changed:
             for step, step_requests in requests.items():
                 self._offers[owner, step] = StepRollouts(step, list(step_requests), resample)

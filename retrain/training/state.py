@@ -13,9 +13,9 @@ from retrain.rollouts.pressure import PressureState
 
 @dataclass
 class HealthCounters:
-    ungraded_steps: int = 0  # No rollout could be graded
-    skipped_updates: int = 0  # An update was skipped because its loss or gradient was not finite
-    mismatched_steps: int = 0  # Sampler and trainer differed by more than ``[inference] mismatch_limit``
+    ungraded_steps: int = 0  # Consecutive steps without any graded rollout
+    skipped_updates: int = 0  # Consecutive steps with an update skipped because its loss or gradient was not finite
+    mismatched_steps: int = 0  # Consecutive steps in which sampler and trainer differed by more than `mismatch_limit`
 
 
 class SharedState(TypedDict, total=False):

@@ -82,8 +82,7 @@ class SampleRequest:
 class Support:
     """Candidate tokens of every sampled token under truncated sampling (top-p, top-k, min-p).
 
-    Token t was sampled from ``ids[offsets[t] : offsets[t + 1]]`` (int32), which contains it; ``offsets`` is int64 [T +
-    1].
+    Those of token t are ``ids[offsets[t] : offsets[t + 1]]`` (int32), itself included; ``offsets``: int64 [T + 1].
     """
 
     ids: np.ndarray
@@ -134,8 +133,7 @@ class RewardResult:
 
     ``total_reward`` is None if grading failed, for the reason in ``error``. ``components``: parts of the reward by
     name, before weighting. ``sample_metrics``: other numbers to record, None if this completion has no value.
-    ``correct`` and ``format_ok``: if None, ``with_correctness`` decides them. ``audit_error``: why an audit gave no
-    score.
+    ``correct`` and ``format_ok``: if None, ``with_correctness`` decides. ``audit_error``: why there is no audit score.
     """
 
     total_reward: float | None
@@ -219,6 +217,7 @@ class Rollout:
 
     @property
     def observation_tokens(self) -> int:
+        """Return the number of tokens that the policy read without sampling them, the prompt included."""
         return sum(len(turn.observation_ids) for turn in self.turns)
 
     def __len__(self) -> int:

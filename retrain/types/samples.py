@@ -119,6 +119,7 @@ class CreditedBatch:
         return [rollout for group in kept for rollout in group.rollouts if rollout.is_credited]
 
     def with_rollouts(self, rollouts: Iterable[CreditedRollout]) -> CreditedBatch:
+        """Return the batch with all its rollouts replaced by as many others, in order."""
         parts = iter(rollouts)
         groups = [replace(group, rollouts=tuple(islice(parts, len(group.rollouts)))) for group in self.groups]
         return replace(self, groups=tuple(groups))

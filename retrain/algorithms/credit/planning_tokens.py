@@ -65,8 +65,7 @@ def _phrase_pattern(phrase: str) -> re.Pattern[str]:
 
 
 def lowered(text: str) -> str:
-    """Return the text in lower case with unchanged length, so that positions stay valid ("İ".lower() has two
-    characters)."""
+    """Return the text in lower case, of the same length, so that positions stay valid: "İ".lower() has length 2."""
     lower = text.lower()
     return lower if len(lower) == len(text) else "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
 

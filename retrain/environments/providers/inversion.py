@@ -96,8 +96,8 @@ async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
 class InvertedEpisode:
     """Rollout of a harness as an ``Episode``.
 
-    ``opening`` is observed if the harness ends before its first request. ``seed`` seeds the random numbers of Python
-    and numpy inside this episode only.
+    ``opening`` is observed if the harness ends before its first request; ``result`` then has its error. ``seed`` seeds
+    the random numbers of Python and numpy inside this episode only.
     """
 
     def __init__(self, inversion: Inversion, lead: Lead, opening: Sequence[Message], seed: int):

@@ -75,7 +75,7 @@ def _column(values: np.ndarray, raw: np.ndarray | None, axis: np.ndarray, places
 
 
 def _evaluations(numbers: Numbers, key: str, x: str, since: int, part: Window | None) -> JsonObject:
-    """Return a held-out metric. The x of an evaluation is the end of the last update before it."""
+    """Return the points of a held-out metric; the x of an evaluation is the end of the last update before it."""
     steps, values = points_of(numbers, key)
     at = xs_of(numbers, x, steps, updates=True)
     chosen = (steps >= since) & np.isfinite(at)
