@@ -73,8 +73,8 @@ class GenerationState:
     def remaining_tokens(self) -> int:
         return self.max_tokens - len(self.total.token_ids)
 
-    def add(self, action: Action) -> None:
-        """Append the sampled tokens, truncate them at a stop condition, and deliver the new ones as a piece."""
+    def add(self, action: Action) -> Piece:
+        """Append the sampled tokens, truncated at a stop condition, and return the new ones."""
         total, body, before = self.total, self.body, len(self.total.token_ids)
         total.token_ids += action.token_ids
         stop = next((i for i in range(before, len(total.token_ids)) if total.token_ids[i] in body.stop_token_ids), None)
@@ -91,7 +91,7 @@ class GenerationState:
         token_ids = total.token_ids[before:]
         logprobs = action.logprobs_T[: len(token_ids)].tolist()
         total.logprobs += logprobs
-        self.deliver(Piece(before, token_ids, logprobs, "", total.finish_reason, total.stop_reason))
+        return Piece(before, token_ids, logprobs, "", total.finish_reason, total.stop_reason)
 
     def deliver(self, piece: Piece | ServingError) -> None:
         self.pieces.put_nowait((self, piece))
@@ -217,20 +217,29 @@ class Batcher:
     async def _decode(self, batch: list[GenerationState]) -> None:
         try:
             requests = list(self._requests(batch))
-            samples = self.call(lambda: self.engine.sample([request for request, _ in requests]))
-            answers = await asyncio.wrap_future(samples)
+            pieces = await asyncio.wrap_future(self.call(lambda: self._sample(requests)))
         except Exception:
             traceback.print_exc()
             self._fail(batch, 500, "sampling this batch failed: see the server's log")
             return
+        for generation, piece in pieces:
+            generation.deliver(piece)
+        self._remove(each for each, piece in pieces if isinstance(piece, ServingError) or piece.finish_reason)
+
+    def _sample(
+        self, requests: Iterable[tuple[SampleRequest, list[GenerationState]]]
+    ) -> list[tuple[GenerationState, Piece | ServingError]]:
+        # On the engine's thread: finding stop texts decodes all tokens, which would block the event loop.
+        answers = self.engine.sample([request for request, _ in requests])
+        pieces: list[tuple[GenerationState, Piece | ServingError]] = []
         for (_, generations), actions in zip(requests, answers, strict=True):
             for generation, action in zip(generations, actions, strict=True):
                 try:
-                    generation.add(action)
+                    pieces.append((generation, generation.add(action)))
                 except Exception:  # affects this generation only
                     traceback.print_exc()
-                    self._fail([generation], 500, "decoding this completion failed: see the log")
-        self._remove(each for each in batch if each.total.finish_reason)
+                    pieces.append((generation, ServingError(500, "decoding this completion failed: see the log")))
+        return pieces
 
     def _batches(self) -> list[list[GenerationState]]:
         lanes: dict[PolicyRef, list[GenerationState]] = {}
