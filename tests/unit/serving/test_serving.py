@@ -205,7 +205,7 @@ def test_text_is_held_back_while_it_may_be_a_stop_or_is_half_a_character(world):
         token_ids = [token for letter in text for token in tokenizer.source(letter)["input_ids"]][:count]
         body = SamplingBody(stop=list(stop), stream=True)
         generation = GenerationState(0, model, (1,), body, len(token_ids), (), tokenizer, asyncio.Queue())
-        pieces = [generation.add(Action([token], "", np.zeros(1), None, "length")) for token in token_ids]
+        pieces = [generation.add(Action([token], "", np.zeros(1), None, "length"), tokenizer) for token in token_ids]
         return [generation.new_text(piece) for piece in pieces]
 
     assert written("abcd") == ["a", "b", "c", "d"]
