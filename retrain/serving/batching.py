@@ -73,8 +73,9 @@ class GenerationState:
     def remaining_tokens(self) -> int:
         return self.max_tokens - len(self.total.token_ids)
 
-    def add(self, action: Action) -> None:
-        """Append the sampled tokens, truncate them at a stop condition, and deliver the new ones as a piece."""
+    def add(self, action: Action, tokenizer: Tokenizer) -> Piece:
+        """Append the sampled tokens, truncated at a stop condition, and return the new ones. ``tokenizer``: that of the
+        calling thread."""
         total, body, before = self.total, self.body, len(self.total.token_ids)
         total.token_ids += action.token_ids
         stop = next((i for i in range(before, len(total.token_ids)) if total.token_ids[i] in body.stop_token_ids), None)
@@ -82,7 +83,7 @@ class GenerationState:
             total.stop_reason = total.token_ids[stop]
             del total.token_ids[stop + 1 :]
         if body.stop:
-            self._apply_stop_texts(before)
+            self._apply_stop_texts(before, tokenizer)
         has_ended = action.stop_reason == "stop" and not body.ignore_eos
         if has_ended or total.stop_reason is not None:
             total.finish_reason = "stop"
@@ -91,23 +92,24 @@ class GenerationState:
         token_ids = total.token_ids[before:]
         logprobs = action.logprobs_T[: len(token_ids)].tolist()
         total.logprobs += logprobs
-        self.deliver(Piece(before, token_ids, logprobs, "", total.finish_reason, total.stop_reason))
+        return Piece(before, token_ids, logprobs, "", total.finish_reason, total.stop_reason)
 
     def deliver(self, piece: Piece | ServingError) -> None:
         self.pieces.put_nowait((self, piece))
 
-    def _apply_stop_texts(self, before: int) -> None:
+    def _apply_stop_texts(self, before: int, tokenizer: Tokenizer) -> None:
         """Truncate after the token that completes the first stop text. ``before``: number of tokens checked before."""
         total = self.total
-        if not self._matches(len(total.token_ids)):
-            return
-        end = next(end for end in range(before + 1, len(total.token_ids) + 1) if self._matches(end))
-        total.stop_reason = min(self._matches(end), key=itemgetter(0))[1]
-        del total.token_ids[end:]
 
-    def _matches(self, end: int) -> list[tuple[int, str]]:
-        text = self.tokenizer.decode(self.total.token_ids[:end])
-        return [(text.find(stop), stop) for stop in self.body.stop if stop in text]
+        def matches(end: int) -> list[tuple[int, str]]:
+            text = tokenizer.decode(total.token_ids[:end])
+            return [(text.find(stop), stop) for stop in self.body.stop if stop in text]
+
+        if not matches(len(total.token_ids)):
+            return
+        end = next(end for end in range(before + 1, len(total.token_ids) + 1) if matches(end))
+        total.stop_reason = min(matches(end), key=itemgetter(0))[1]
+        del total.token_ids[end:]
 
     def new_text(self, piece: Piece) -> str:
         """Return the text that this piece adds, and append it to ``total``; pieces come in order. Text that may begin a
@@ -217,20 +219,29 @@ class Batcher:
     async def _decode(self, batch: list[GenerationState]) -> None:
         try:
             requests = list(self._requests(batch))
-            samples = self.call(lambda: self.engine.sample([request for request, _ in requests]))
-            answers = await asyncio.wrap_future(samples)
+            pieces = await asyncio.wrap_future(self.call(lambda: self._sample(requests)))
         except Exception:
             traceback.print_exc()
             self._fail(batch, 500, "sampling this batch failed: see the server's log")
             return
+        for generation, piece in pieces:
+            generation.deliver(piece)
+        self._remove(each for each, piece in pieces if isinstance(piece, ServingError) or piece.finish_reason)
+
+    def _sample(
+        self, requests: Iterable[tuple[SampleRequest, list[GenerationState]]]
+    ) -> list[tuple[GenerationState, Piece | ServingError]]:
+        # On the engine's thread: finding stop texts decodes all tokens, which would block the event loop.
+        answers = self.engine.sample([request for request, _ in requests])
+        pieces: list[tuple[GenerationState, Piece | ServingError]] = []
         for (_, generations), actions in zip(requests, answers, strict=True):
             for generation, action in zip(generations, actions, strict=True):
                 try:
-                    generation.add(action)
+                    pieces.append((generation, generation.add(action, self.engine.base.text)))
                 except Exception:  # affects this generation only
                     traceback.print_exc()
-                    self._fail([generation], 500, "decoding this completion failed: see the log")
-        self._remove(each for each in batch if each.total.finish_reason)
+                    pieces.append((generation, ServingError(500, "decoding this completion failed: see the log")))
+        return pieces
 
     def _batches(self) -> list[list[GenerationState]]:
         lanes: dict[PolicyRef, list[GenerationState]] = {}

@@ -53,14 +53,14 @@ def power(seeds: int, comparisons: int, effect: float) -> float:
     return ends[0] if upper == lower else _between(seeds, (lower, upper), ends)
 
 
-def seeds_needed(comparisons: int, effect: float, target: float = WANTED_POWER) -> int | None:
-    """Return the fewest seeds that find ``effect`` pair spreads with power ``target``; None above ``MOST_SEEDS``."""
+def seeds_needed(comparisons: int, effect: float) -> int | None:
+    """Return the fewest seeds that find ``effect`` pair spreads with WANTED_POWER; None above ``MOST_SEEDS``."""
     low, high = min(POWER) - 1, MOST_SEEDS
-    if effect <= 0 or power(high, comparisons, effect) < target:
+    if effect <= 0 or power(high, comparisons, effect) < WANTED_POWER:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if power(middle, comparisons, effect) >= target else (middle, high)
+        low, high = (low, middle) if power(middle, comparisons, effect) >= WANTED_POWER else (middle, high)
     return high
 
 

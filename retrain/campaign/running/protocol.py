@@ -252,7 +252,8 @@ def job_from_json(content: Values) -> Job:
     return CohortJob(**fields) if content["kind"] == "CohortJob" else SqueezeJob(**fields)
 
 
-_EVENTS = {event.__name__: event for event in get_args(Event)}
+# Workers that an earlier version started may still be training; they give two events other names
+_EVENTS = {"Sealed": SealChanged, "Evaluated": EvaluationDone} | {event.__name__: event for event in get_args(Event)}
 
 
 def event_to_json(event: Event) -> Row:

@@ -40,8 +40,8 @@ def server_rank(rank: int) -> int:
 class PublishedAdapter:
     """The weights of one policy version and their name on servers. ``users``: ``sample`` calls that use it now."""
 
-    def __init__(self, ref: PolicyRef, snapshot: LocalSnapshot, name: str, store: AdapterStore):
-        self.ref, self.snapshot, self.name, self.store = ref, snapshot, name, store
+    def __init__(self, snapshot: LocalSnapshot, name: str, store: AdapterStore):
+        self.snapshot, self.name, self.store = snapshot, name, store
         self.users, self.retired = 0, False
         self._lock, self._path = threading.Lock(), None
 
@@ -91,7 +91,7 @@ class AdapterStore:
     def new_adapter(self, ref: PolicyRef, snapshot: LocalSnapshot) -> PublishedAdapter:
         """Return the weights under a new, unique name. Nothing is written yet."""
         run = ref.run_id.replace("/", "_")
-        return PublishedAdapter(ref, snapshot, f"{run}@{ref.version}.{next(self._numbers)}.{self._session}", self)
+        return PublishedAdapter(snapshot, f"{run}@{ref.version}.{next(self._numbers)}.{self._session}", self)
 
     def abandoned(self) -> list[AbandonedAdapters]:
         """Return the directories that were left by processes of this machine that have ended."""

@@ -30,7 +30,7 @@ class ServerClient:
     ):
         self.url, self.dialect = url, dialect
         self.connection = ServerConnection(url, key, timeout_s, max_in_flight)
-        self.adapters = LoadedAdapters(self.connection, dialect.adapter_prefix, upload)
+        self.adapters = LoadedAdapters(self, upload)
         self.alive, self.reason, self.refused, self.waiting = True, "", "", 0
         self.model = self.base = ""
         self.context: int | None = None
@@ -78,11 +78,10 @@ class ServerClient:
 
 
 class LoadedAdapters:
-    """The adapters that one server has loaded. ``prefix``: beginning of its routes for adapters. ``upload``: send the
-    adapters' files instead of their path."""
+    """The adapters that one server has loaded. ``upload``: send the adapters' files instead of their path."""
 
-    def __init__(self, connection: ServerConnection, prefix: str, upload: bool):
-        self.connection, self.prefix, self.upload = connection, prefix, upload
+    def __init__(self, server: ServerClient, upload: bool):
+        self.server, self.upload = server, upload
         self._loads: dict[str, asyncio.Task[float]] = {}
         self._maybe_loaded: set[str] = set()  # perhaps loaded (server lost or load failed), and still in use
         self._to_unload: set[str] = set()  # perhaps loaded, and no longer in use
@@ -122,7 +121,7 @@ class LoadedAdapters:
         else:
             body["lora_path"] = str(path)
         try:
-            await self.connection.post(f"{self.prefix}/load_lora_adapter", body)
+            await self._post("load_lora_adapter", body)
         except RequestRejected as refused:
             if "already" not in str(refused):  # a name is never reused, so these are the same weights
                 raise
@@ -137,8 +136,8 @@ class LoadedAdapters:
         self._loads.pop(name, None)
         self._maybe_loaded.discard(name)
 
-    async def unload(self, name: str, now: bool = True) -> None:
-        """Unload the adapter now, or at the next ``unload_unused``. Ignores errors."""
+    async def unload(self, name: str) -> None:
+        """Unload the adapter; from a server that is lost, at the next ``unload_unused``. Ignores errors."""
         loading = self._loads.get(name)
         if loading is None and name not in self._maybe_loaded and name not in self._to_unload:
             return
@@ -146,14 +145,15 @@ class LoadedAdapters:
         if loading is not None and not loading.done():
             await asyncio.wait([loading])
         self.mark_unloaded(name)
-        if now:
+        if self.server.alive:  # it may have been lost during the load
             with contextlib.suppress(ServerUnavailable):
                 await self._unload_now(name)
 
     async def unload_all(self) -> None:
         """Unload all adapters that this client has loaded. Raises ServerUnavailable."""
         await asyncio.gather(*(self.unload(name) for name in {*self._loads, *self._maybe_loaded}))
-        await self.unload_unused()
+        if self.server.alive:
+            await self.unload_unused()
 
     async def unload_unused(self) -> None:
         """Unload the adapters that are no longer used. Raises ServerUnavailable."""
@@ -163,9 +163,11 @@ class LoadedAdapters:
 
     async def _unload_now(self, name: str) -> None:
         with contextlib.suppress(ModelNotFound, RequestRejected):
-            route = f"{self.prefix}/unload_lora_adapter"
-            await self.connection.post(route, {"lora_name": name}, UNLOAD_TIMEOUT_S)
+            await self._post("unload_lora_adapter", {"lora_name": name}, UNLOAD_TIMEOUT_S)
         self._to_unload.discard(name)
+
+    async def _post(self, route: str, body: dict[str, object], timeout_s: float | None = None) -> None:
+        await self.server.connection.post(f"{self.server.dialect.adapter_prefix}/{route}", body, timeout_s)
 
 
 def _encoded(directory: Path) -> dict[str, str]:

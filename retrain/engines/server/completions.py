@@ -108,7 +108,7 @@ class Completions:
                 for request in trial.requests
             ]
         finally:
-            await server.adapters.unload(published.name, server.alive)  # the pool does so before the server is used
+            await server.adapters.unload(published.name)  # if it is lost, the pool does so before it is used again
             await asyncio.to_thread(store.remove, published.name)
         trial.judge(server.url, answers)
 

@@ -175,9 +175,7 @@ class ServerEngine:
 
     async def _unload_if_unused(self, published: PublishedAdapter) -> None:
         if published.retired and not published.users:
-            await asyncio.gather(
-                *(server.adapters.unload(published.name, server.alive) for server in self.pool.servers)
-            )
+            await asyncio.gather(*(server.adapters.unload(published.name) for server in self.pool.servers))
             await asyncio.to_thread(self.store.remove, published.name)
 
     # -- state --------------------------------------------------------------------------------------------------

@@ -90,7 +90,6 @@ DIALECTS = {
 def test_a_server_that_answers_otherwise_is_refused_before_training(engine, base, lanes, words):
     server = engine.pool.servers[0]
     server.dialect = DIALECTS[words](base, lanes)
-    server.adapters.prefix = server.dialect.adapter_prefix
     with pytest.raises(ModelError, match=words):
         result(engine, base, lanes, 4, 8.0, 0.7, 2e-3)
 

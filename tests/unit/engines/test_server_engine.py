@@ -10,6 +10,7 @@ import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from helpers.campaigns import eventually
@@ -17,7 +18,7 @@ from helpers.lanes import tokens
 from helpers.servers import IMPATIENT, apart, publish, requests, served_world, weights
 
 from retrain.engines.server.client import ServerClient
-from retrain.engines.server.connection import ServerUnavailable
+from retrain.engines.server.connection import ServerConnection, ServerUnavailable
 from retrain.engines.server.dialects import DIALECTS, CompletionRequest, InvalidAnswer
 from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
 from retrain.files import read_json, write_json
@@ -387,13 +388,52 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(connect, st
     assert tokens(engine.sample(asked)) == sound  # nothing stays broken
 
 
+def client_with(connection: type[ServerConnection]) -> type[ServerClient]:
+    class Client(ServerClient):
+        def __init__(self, url, dialect, key, timeout_s, max_in_flight):
+            super().__init__(url, dialect, key, timeout_s, max_in_flight)
+            self.connection = connection(url, key, timeout_s, max_in_flight)
+
+    return Client
+
+
+def test_a_server_that_is_lost_during_a_load_is_asked_to_unload_when_it_is_back(tmp_path):
+    async def requested():
+        posted, released = [], asyncio.Event()
+
+        class Held(ServerConnection):
+            async def post(self, path, *rest):
+                posted.append(path)
+                await released.wait()
+
+        server = client_with(Held)("http://server", DIALECTS["vllm"], "", 60.0, 4)
+        load = asyncio.create_task(server.adapters.require(SimpleNamespace(name="a", write=lambda: tmp_path)))
+        while not posted:
+            await asyncio.sleep(0.001)
+        unload = asyncio.create_task(server.adapters.unload("a"))
+        await asyncio.sleep(0)
+        server.mark_lost()
+        released.set()
+        await asyncio.gather(load, unload)
+        at_once = posted.copy()
+        await server.adapters.unload_unused()
+        return at_once, posted
+
+    paths = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+    assert asyncio.run(requested()) == (paths[:1], paths)
+
+
 def test_closing_does_not_wait_for_a_server_that_never_answers(connect, lanes, server, tmp_path):
-    class Unanswered(ServerClient):
+    unloads = []
+
+    class Unanswered(ServerConnection):
         async def post(self, path, *rest):
-            await asyncio.sleep(60 if path.endswith("/unload_lora_adapter") else 0)
+            if path.endswith("/unload_lora_adapter"):
+                unloads.append(path)
+                await asyncio.sleep(60)
             return await super().post(path, *rest)
 
-    engine = connect(client=Unanswered, waits=replace(IMPATIENT, closing_s=0.3))
+    engine = connect(client=client_with(Unanswered), waits=replace(IMPATIENT, closing_s=0.3))
     ref = publish(engine, weights(lanes, 1))
     engine.sample(requests(ref))
     held = threading.Event()
@@ -405,6 +445,7 @@ def test_closing_does_not_wait_for_a_server_that_never_answers(connect, lanes, s
         begin = time.monotonic()
         engine.close()
         assert time.monotonic() - begin < 5
+        assert unloads
         held.set()
         with pytest.raises(CancelledError):
             sampling.result(30)

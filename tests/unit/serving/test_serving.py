@@ -204,11 +204,9 @@ def test_text_is_held_back_while_it_may_be_a_stop_or_is_half_a_character(world):
         """Return the text of one token after the other."""
         token_ids = [token for letter in text for token in tokenizer.source(letter)["input_ids"]][:count]
         body = SamplingBody(stop=list(stop), stream=True)
-        pieces = asyncio.Queue()
-        generation = GenerationState(0, model, (1,), body, len(token_ids), (), tokenizer, pieces)
-        for token in token_ids:
-            generation.add(Action([token], "", np.zeros(1), None, "length"))
-        return [generation.new_text(pieces.get_nowait()[1]) for _ in token_ids]
+        generation = GenerationState(0, model, (1,), body, len(token_ids), (), tokenizer, asyncio.Queue())
+        pieces = [generation.add(Action([token], "", np.zeros(1), None, "length"), tokenizer) for token in token_ids]
+        return [generation.new_text(piece) for piece in pieces]
 
     assert written("abcd") == ["a", "b", "c", "d"]
     assert written("abcd", stop=["xy", "bcz"]) == ["", "", "a", "bcd"]
