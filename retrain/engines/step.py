@@ -312,16 +312,19 @@ def needs_exact_sums(device: torch.device) -> bool:
     return device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
 
 
-def inverse(mass_RV: torch.Tensor, uniforms_R1: torch.Tensor, exact_sums: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def inverse(
+    mass_RV: torch.Tensor, uniforms_R1: torch.Tensor, exact_sums: bool, block: int = BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first token [R, 1] whose cumulative mass exceeds ``uniforms_R1`` (in [0, 1)) times the row's total
     mass, and that total [R, 1]. A token without mass is never returned."""
+    # ``block`` is a parameter because TorchScript cannot read a constant of the module.
     size = mass_RV.shape[1]
-    if size <= BLOCK:
+    if size <= block:
         below_RV = cumulated(mass_RV, exact_sums)
         total_R1 = below_RV[:, -1:].contiguous()
         return torch.searchsorted(below_RV, _aim(uniforms_R1, total_R1), right=True).clamp_(max=size - 1), total_R1
-    full = size // BLOCK * BLOCK
-    sums_RB = mass_RV[:, :full].unflatten(1, [size // BLOCK, BLOCK]).sum(-1)
+    full = size // block * block
+    sums_RB = mass_RV[:, :full].unflatten(1, [size // block, block]).sum(-1)
     if full < size:
         sums_RB = torch.cat([sums_RB, mass_RV[:, full:].sum(-1, keepdim=True)], 1)
     below_RB = cumulated(sums_RB, exact_sums)
@@ -329,13 +332,13 @@ def inverse(mass_RV: torch.Tensor, uniforms_R1: torch.Tensor, exact_sums: bool) 
     aim_R1 = _aim(uniforms_R1, total_R1)
     block_R1 = torch.searchsorted(below_RB, aim_R1, right=True).clamp_(max=below_RB.shape[1] - 1)
     before_R1 = below_RB.gather(1, (block_R1 - 1).clamp_(min=0)).masked_fill(block_R1 == 0, 0.0)
-    ids_RK = block_R1 * BLOCK + torch.arange(BLOCK, device=mass_RV.device)
+    ids_RK = block_R1 * block + torch.arange(block, device=mass_RV.device)
     inside_RK = mass_RV.gather(1, ids_RK.clamp(max=size - 1)).masked_fill(ids_RK >= size, 0.0)
     reached_RK = cumulated(inside_RK, exact_sums)
     # By rounding, the cumulative sum inside the block may stay below the block sum: then take its last token with mass.
     last_R1 = torch.searchsorted(reached_RK, reached_RK[:, -1:].contiguous())
     offset_R1 = torch.searchsorted(reached_RK, aim_R1 - before_R1, right=True)
-    return (block_R1 * BLOCK + torch.minimum(offset_R1, last_R1)).clamp_(max=size - 1), total_R1
+    return (block_R1 * block + torch.minimum(offset_R1, last_R1)).clamp_(max=size - 1), total_R1
 
 
 def _aim(uniforms_R1: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
