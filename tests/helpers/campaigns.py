@@ -156,11 +156,11 @@ def toy_file(home: Path, path: Path, *, pair: str | None = None, reward: str = "
 
 
 def train(
-    path: Path, out: Path, *sets: str, observer: Observer | None = None, status: int | None = 0, **options: Any
+    path: Path, out: Path, *sets: str, observer: Observer | None = None, status: int = 0, **options: Any
 ) -> CampaignOutcome:
-    """Train a file with these settings, or continue it; it must end with this status unless that is None."""
+    """Train a file with these settings, or continue it; it must end with this status."""
     outcome = launch(load(path, sets), out, observer or NullObserver(), **options)
-    assert status in (None, outcome.exit_status), outcome.summary
+    assert outcome.exit_status == status, outcome.summary
     return outcome
 
 
@@ -172,11 +172,11 @@ def train_quietly(folder: Path, toml: str) -> list[dict]:
 
 
 def continue_training(
-    out: Path, *sets: str, observer: Observer | None = None, status: int | None = 0, **options: Any
+    out: Path, *sets: str, observer: Observer | None = None, status: int = 0, **options: Any
 ) -> CampaignOutcome:
-    """Continue a directory with these settings; it must end with this status unless that is None."""
+    """Continue a directory with these settings; it must end with this status."""
     outcome = resume(out, observer or NullObserver(), sets=sets, **options)
-    assert status in (None, outcome.exit_status), outcome.summary
+    assert outcome.exit_status == status, outcome.summary
     return outcome
 
 

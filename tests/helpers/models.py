@@ -1,4 +1,4 @@
-"""Toy models, tokenizers and configurations, made without any code of retrain."""
+"""Toy models, tokenizers and configurations. Only ``toy_base`` imports retrain: the golden world is made without it."""
 
 import json
 from pathlib import Path

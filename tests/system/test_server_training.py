@@ -88,7 +88,7 @@ def test_sampling_goes_on_during_updates_and_a_stopped_run_goes_on(tmp_path, mod
         assert [row["off_policy_steps_max"] for row in own] == [0, 1, 1, 1, 1]
         assert all(row["queue_depth"] in (0, 1) for row in own)
         assert sum(row["time/overlap"] for row in own) > 0
-    train(path, tmp_path / "parts", *sets, observer=StopAfter(8), status=None)
+    train(path, tmp_path / "parts", *sets, observer=StopAfter(8), status=130)
     assert {len(own) for own in rows_of(tmp_path / "parts").values()} == {2}
     continue_training(tmp_path / "parts")
     for run, own in rows_of(tmp_path / "parts").items():  # this server's draws do repeat
@@ -128,7 +128,7 @@ def test_a_server_that_computes_otherwise_is_found_out(tmp_path, model, server):
         assert "RunFailed: step 4: sampler and trainer disagree" in text
         assert (place / "checkpoints" / "step_000004").is_dir()
     server.always = None
-    continue_training(out, status=None)
+    continue_training(out, status=1)
     assert {len(own) for own in rows_of(out).values()} == {4}  # failed runs stay failed unless they are asked for
 
 

@@ -99,7 +99,7 @@ def test_every_condition_has_an_analysis_of_its_own(home):
 
 
 def test_what_a_killed_process_left_out_is_made_up_for(home, tmp_path):
-    """What it verified is not sampled again, nor a first analysis that names no run, as in earlier releases."""
+    """What it verified is not sampled again; an analysis that names no run, as in earlier releases, is not repeated."""
     out = shutil.copytree(home, tmp_path / "out")
     before = read_json(out / "manifest.json")
     rows = before.pop("squeezes")["maxrl+none"]["rows"]

@@ -102,7 +102,7 @@ def test_a_failing_run_leaves_the_others_alone(model, tmp_path):
     train(path, out, *sets, status=1)
     assert [log.read_text().count("Traceback") for log in logs] == before
     blocked.unlink()
-    continue_training(out, retry_failed=True, status=None)
+    continue_training(out, retry_failed=True, status=1)
     assert [log.read_text().count("Traceback") for log in logs] > before
     states = {run["run_id"]: run["state"] for run in read_json(out / "manifest.json")["runs"]}
     assert states["grpo+none_s1"] == "done"

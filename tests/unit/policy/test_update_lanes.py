@@ -86,7 +86,7 @@ def poison(monkeypatch, *faults: tuple[str, int, int]) -> None:
 
 
 def test_updates_that_are_not_finite_are_left_out_then_fail_their_run_alone(cohort, model, tmp_path, monkeypatch):
-    """A run that fails within a batch is saved with the step begun. It can be tried again."""
+    """A run that fails in the middle of a batch is not saved as it was before the step. It can be tried again."""
     out = tmp_path / "bad/out"
     with monkeypatch.context() as patch:
         poison(patch, ("four", 1, 1), ("own", 1, 0), ("four", 2, 1))

@@ -340,8 +340,10 @@ def test_trainer_and_engine_agree_turn_by_turn_under_every_template(name, base, 
             expected, entropy = fresh_logprobs(base, lanes, policy.adapter, read, turn.action.token_ids, 1.0)
             assert turn.action.logprobs_T == pytest.approx(expected, abs=5e-5)
             assert turn.action.entropy_T == pytest.approx(entropy, abs=2e-4)
-        said = [{"role": "assistant", "content": first.action.text}]
-        written = renderer.text([*rollout.prompt.messages, *said, *second.messages[-1:]])
+        said = [{"role": "assistant", "content": first.action.text}, {"role": "user", "content": "more?"}]
+        conversation = [*rollout.prompt.messages, *said]
+        assert list(second.messages) == (conversation if rewrites else conversation[-1:])
+        written = renderer.text(conversation)
         seen = base.tokenizer.decode([*before, *second.observation_ids], skip_special_tokens=True)
         # The toy's tokenizer has another end token; llama3 and mistral trim what was said, or set it in spaces.
         plain = [text.replace(end, "") for text in (seen, written)]

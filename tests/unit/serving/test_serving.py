@@ -50,6 +50,13 @@ def asked(**more):
     return {"prompt": PROMPTS[0], "max_tokens": 40, "seed": 11, "return_token_ids": True, **more}
 
 
+def complete_all(world, bodies):
+    async def post_all(client):
+        return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+
+    return world.run(post_all)
+
+
 def test_logprobs_are_those_of_a_forward_pass_with_all_adapters_in_one_batch(world, monkeypatch):
     bodies = [
         {"model": model, "prompt": prompt, "max_tokens": 30, "seed": 5, "temperature": temperature, "n": 2,
@@ -64,11 +71,8 @@ def test_logprobs_are_those_of_a_forward_pass_with_all_adapters_in_one_batch(wor
         lanes.update(len({generation.served.ref for generation in batch}) for batch in batches)
         return batches
 
-    async def all_at_once(client):
-        return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
-
     monkeypatch.setattr(world.service.batcher, "_batches", observed)
-    answers = world.run(all_at_once)
+    answers = complete_all(world, bodies)
     assert max(lanes) == 3
     for body, answer in zip(bodies, answers, strict=True):
         for choice in answer.json()["choices"]:
@@ -522,15 +526,11 @@ def test_an_adapter_of_some_layers_leaves_the_others_alone(world, tmp_path):
 def test_the_queue_is_bounded_and_time_too(tmp_path):
     world = World(tmp_path, max_queue=8, max_rows=4, timeout_s=0.4)
     bodies = [asked(n=2, max_tokens=1500, ignore_eos=True, seed=k) for k in range(20)]
-
-    async def flood(client):
-        return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
-
     try:
         assert world.post("/v1/completions", asked(n=9)).status_code == 400
         sample = world.service.engine.sample
         world.service.engine.sample = lambda *given: time.sleep(0.1) or sample(*given)
-        answers = world.run(flood)
+        answers = complete_all(world, bodies)
         assert {answer.status_code for answer in answers} == {503, 504}
         assert all(answer.headers["Retry-After"] for answer in answers if answer.status_code == 503)
         world.service.engine.sample = sample

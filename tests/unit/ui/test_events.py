@@ -55,8 +55,9 @@ def test_too_many_listeners_are_refused(monkeypatch, tmp_path, most):
     monkeypatch.setattr("retrain.ui.events.MOST_LISTENERS", most)
     client = client_of(campaign(tmp_path / "one"), closing=lambda: True)
     for _ in range(2):  # one after the other: a listener that has gone makes room
-        text = client.get("/api/events").text
-        assert text == "retry: 2000\n\n" if most else "close some" in text
+        answer = client.get("/api/events")
+        assert answer.status_code == (200 if most else 503)
+        assert answer.text == "retry: 2000\n\n" if most else "close some" in answer.text
 
 
 def test_a_page_hears_a_row_over_http(tmp_path):
