@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.executors.ray_connection import amount, connect, gpu_share, last_line, ray_module, sees, slots_in
+from retrain.campaign.executors.ray_connection import actor_gpus, amount, connect, last_line, ray_module, sees, slots_in
 from retrain.campaign.executors.ray_servers import RayFleet
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running import protocol
@@ -221,7 +221,7 @@ def ray_workers(plan: Plan) -> CampaignWorkers:
         if ours:
             ray_module().shutdown()
         raise
-    executor = RayExecutor(plan, slots, gpu_share(config) if gpus else 0, config.ray.cpus, ours)
+    executor = RayExecutor(plan, slots, actor_gpus(config) if gpus else 0, config.ray.cpus, ours)
     launches = config.inference.launch is not None
     fleet = partial(RayFleet, plan, config.ray.server_gpus if gpus else 0.0) if launches else None
     return CampaignWorkers(executor, plan.directory, fleet)

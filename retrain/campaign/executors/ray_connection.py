@@ -129,7 +129,7 @@ def slots_in(nodes: list[Row], config: Config) -> tuple[int, bool]:
 
 
 def _no_room(config: Config, gpus: bool, servers_fill_it: bool) -> UsageError:
-    resources = _resource_words(config.ray.cpus, gpu_share(config) if gpus else 0.0)
+    resources = _resource_words(config.ray.cpus, actor_gpus(config) if gpus else 0.0)
     if servers_fill_it:
         return UsageError(
             f"beside {plural(config.inference.replicas, 'server')} of [inference] launch the Ray cluster has no room "
@@ -147,7 +147,7 @@ def _room(node: Resources, config: Config, gpus: bool) -> int:
     if not gpus:
         return room
     gpus_of_node, part = divmod(node.get("GPU", 0.0), 1)
-    on_parts = int(part / gpu_share(config) + 1e-9) if config.gpus_per_worker == 1 else 0
+    on_parts = int(part / actor_gpus(config) + 1e-9) if config.gpus_per_worker == 1 else 0
     return min(room, config.campaign.workers_per_gpu * (int(gpus_of_node) // config.gpus_per_worker) + on_parts)
 
 
@@ -172,7 +172,7 @@ def _left_by_servers(nodes: list[Resources], config: Config, gpus: bool) -> list
     return free
 
 
-def gpu_share(config: Config) -> float:
+def actor_gpus(config: Config) -> float:
     return min(config.campaign.gpus_per_cohort, 1.0) if config.gpus_per_worker == 1 else config.gpus_per_worker
 
 

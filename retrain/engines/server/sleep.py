@@ -15,8 +15,8 @@ from retrain.errors import ServerFailed
 
 
 class SharedGpu:
-    """Puts servers to sleep and wakes them, if ``is_shared``: they and this process use the same GPU. All methods run
-    in one event loop, and raise ServerFailed if a server cannot sleep or wake."""
+    """Lets servers sleep while this process uses the GPU that they share. Without ``is_shared`` nothing is done. All
+    methods run in one event loop, and raise ServerFailed if a server cannot sleep or wake."""
 
     def __init__(self, is_shared: bool):
         self.is_shared = is_shared
