@@ -53,6 +53,8 @@ GAIN_TRIES = 9  # Matrix products that `bfloat16_gain` times per dtype
 NOTABLE_GAIN = 1.5  # Speed-up of matrix products from which a training step is faster in bfloat16
 ALLOCATOR = "expandable_segments:True"
 """PYTORCH_ALLOC_CONF: segments that grow, because compacting and refilling decode batches fragments fixed segments."""
+OWN_ALLOCATOR = "RETRAIN_OWN_ALLOCATOR"
+"""Environment variable, set where PYTORCH_ALLOC_CONF is retrain's and not the user's."""
 
 OUT_OF_MEMORY = (
     "can't allocate memory",
@@ -286,8 +288,8 @@ def set_up(device: torch.device) -> None:
 
     if device.type != "cuda":
         return
-    if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
+    if sys.platform == "linux" and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        os.environ |= {"PYTORCH_ALLOC_CONF": ALLOCATOR, OWN_ALLOCATOR: "1"}
     torch.cuda.set_device(device)
     if memory_share() < 1:
         torch.cuda.set_per_process_memory_fraction(memory_share(), device)

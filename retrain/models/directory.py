@@ -10,11 +10,12 @@ import importlib.util
 import json
 import os
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from retrain.errors import ModelError
+from retrain.errors import ModelError, first_line
 
 BUNDLED = {"tiny-reasoner": "tiny_reasoner", "tiny-tool-user": "tiny_tool_user"}
 """Directory of each bundled model, next to this file, by model name."""
@@ -26,6 +27,8 @@ VOCABULARIES = (
     "sentencepiece.bpe.model",
 )  # fmt: skip
 """Files with a vocabulary; one of them is enough."""
+SNAPSHOT: list[str] = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+"""Files of a model that a server needs."""
 WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer")
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}")
 Task = Literal["CAUSAL_LM", "SEQUENCE_CLASSIFICATION"]
@@ -70,6 +73,25 @@ def local_directory(name: str, *folders: Path) -> Path | None:
     path = Path(os.path.expanduser(name))
     places = [bundled_model_path(name)] if name in BUNDLED else [*(folder / path for folder in folders), path]
     return next((place for place in places if place is not None and place.is_dir()), None)
+
+
+def model_directory(name: str, revision: str | None) -> Path:
+    """Return the directory of a model: bundled, local, or the hub's snapshot of ``revision``, downloaded if it is not
+    in the cache. Raises ModelError if it can be found nowhere."""
+    if directory := local_directory(name):
+        return directory
+    from huggingface_hub import snapshot_download
+
+    def snapshot(only_cached: bool) -> Path:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=SNAPSHOT, local_files_only=only_cached))
+
+    try:
+        return snapshot(only_cached=False)
+    except (OSError, ValueError) as error:
+        with suppress(OSError, ValueError):
+            return snapshot(only_cached=True)
+        where = f"{name} at revision {revision}" if revision else name
+        raise ModelError(f"cannot find model {where}: {first_line(error)}") from error
 
 
 def model_fault(name: str, *, trust_remote_code: bool = False) -> str:

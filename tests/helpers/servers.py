@@ -183,7 +183,7 @@ def engine_of(
         key: keys.pop(key) for key in ("key", "timeout_s", "max_in_flight", "upload") if key in keys
     }
     served = ServedModel(base.name, base.text, base.vocab_size, base.eos_ids, base.context_length)
-    store = AdapterStore(folder, base.name)
+    store = AdapterStore(folder, base.name, base.dtype)
     engine = ServerEngine(
         served, urls, lambda url: client(url, DIALECTS[dialect], **settings), store,
         waits=replace(waits, patience_s=patience_s), **keys,

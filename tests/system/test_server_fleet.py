@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,13 +10,14 @@ import psutil
 import pytest
 from helpers.campaigns import eventually
 from helpers.servers import StandIn, apart, engine_of, publish, requests, served_world, weights
+from huggingface_hub import constants
 
 from retrain.campaign.executors.table import slots_of
 from retrain.config import parse_dict
 from retrain.engines.server import launch as launching
-from retrain.engines.server.fleet import LocalFleet, RemoteFleet, gpu_shares
+from retrain.engines.server.fleet import LocalFleet, RemoteFleet, gpu_shares, model_argument
 from retrain.engines.server.launch import HealthWaits, ServerProcess, server_environment
-from retrain.errors import ServerFailed, UsageError
+from retrain.errors import ModelError, ServerFailed, UsageError
 from retrain.files import read_json
 
 model, base, lanes, *_ = served_world()
@@ -93,6 +95,51 @@ def test_a_server_that_hangs_is_started_again(tmp_path, launched, told):
     assert told[0].startswith("the server has died (no answer for 1 s) and is started again")
     assert not psutil.pid_exists(first)
     eventually(lambda: "at 127.0.0.1" in (tmp_path / "server.log").read_text())
+
+
+def test_a_server_that_dies_while_the_gpu_is_in_use_is_started_later(tmp_path, launched, told):
+    server = launched(SLEEPER)
+    first = pid_in(tmp_path)
+    server.hold_restarts(True)
+    psutil.Process(first).kill()
+    eventually(lambda: told)
+    assert told[0].startswith("the server has died (signal 9) and is started again when the update ends; its output")
+    time.sleep(0.5)
+    assert pid_in(tmp_path) == first
+    server.hold_restarts(False)
+    eventually(lambda: pid_in(tmp_path) != first)
+
+
+def test_a_server_that_is_not_started_again_can_be_closed(tmp_path, launched, told):
+    server = launched(SLEEPER)
+    server.hold_restarts(True)
+    psutil.Process(pid_in(tmp_path)).kill()
+    eventually(lambda: told)
+    server.close()
+    assert not (tmp_path / "server.json").exists()
+
+
+def test_a_server_does_not_get_the_trainers_allocator(monkeypatch):
+    """vLLM cannot sleep with expandable segments; a user's own setting is the user's concern."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert server_environment(None)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("RETRAIN_OWN_ALLOCATOR", "1")
+    assert not {"PYTORCH_ALLOC_CONF", "RETRAIN_OWN_ALLOCATOR"} & server_environment(None).keys()
+
+
+def test_a_server_gets_the_snapshot_that_is_trained():
+    """With a hub name alone, a server would hold the newest revision."""
+    repository = Path(constants.HF_HUB_CACHE) / "models--own--model"
+    for revision, commit in (("main", "a" * 40), ("v1", "b" * 40)):
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").write_text("{}")
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(commit)
+    for revision, commit in ((None, "a" * 40), ("v1", "b" * 40), ("b" * 40, "b" * 40)):
+        config = parse_dict({"model": {"model": "own/model"} | ({"revision": revision} if revision else {})})
+        assert model_argument(config) == str(repository / "snapshots" / commit)
+    with pytest.raises(ModelError, match="cannot find model own/model at revision v9: "):
+        model_argument(parse_dict({"model": {"model": "own/model", "revision": "v9"}}))
 
 
 def test_a_server_listens_where_it_is_told(tmp_path, launched):

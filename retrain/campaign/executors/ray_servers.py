@@ -125,6 +125,8 @@ class RayFleet:
     def listen(self, on_urls: OnUrls) -> None:
         """Do nothing: the controller polls ``urls``."""
 
+    def hold_restarts(self, held: bool) -> None: ...  # servers of several processes do not sleep
+
     def wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not (self.urls or self.gave_up) and time.monotonic() < deadline:

@@ -1,7 +1,8 @@
 """Stores adapters where servers load them: one PEFT directory per policy version, removed when it is retired.
 
-The server engine calls it. Ranks are padded with zeros to a rank that servers accept; alpha is scaled with the rank, so
-that alpha/rank and ΔW do not change. A name is never reused for other weights, so a server's cache cannot be stale.
+The server engine calls it. Ranks are padded with zeros to a rank that servers accept. B is scaled and then rounded to
+the base's number format, as in training, and alpha is the rank: vLLM would round B first and scale it afterwards. A
+name is never reused for other weights, so a server's cache cannot be stale.
 
 Several processes may share the directory. Each writes to a subdirectory that names its owner; a subdirectory is removed
 by another process only if its owner ran on this machine and has ended. The process that creates the shared directory
@@ -17,6 +18,8 @@ import threading
 from pathlib import Path
 from uuid import uuid4
 
+import torch
+
 from retrain.errors import RunFailed, UsageError
 from retrain.files import aside_of, prepare_directory, publish_directory, read_json, write_json, writing
 from retrain.ownership import has_ended, this_process
@@ -24,6 +27,7 @@ from retrain.policy.adapter_io import padded, write_peft
 from retrain.policy.local import LocalSnapshot
 from retrain.types import PolicyRef
 
+HALF = (torch.bfloat16, torch.float16)
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # Ranks that vLLM takes; SGLang takes any
 OWNED, OWNER = "retrain-", "owner.json"  # Prefix of a process's directory, and the file in it that names its owner
 MADE = ".made-by-retrain"  # Marks a shared directory that retrain created
@@ -73,10 +77,12 @@ class AbandonedAdapters:
 
 
 class AdapterStore:
-    """This process's subdirectory of the adapter directory. Servers must see it under the same path."""
+    """This process's subdirectory of the adapter directory. Servers must see it under the same path. ``dtype``: the
+    base's, in which a forward pass of training computes with the adapter."""
 
-    def __init__(self, directory: Path, base: str):
+    def __init__(self, directory: Path, base: str, dtype: torch.dtype):
         self.shared, self.base = directory.absolute(), base
+        self.dtype = dtype if dtype in HALF else torch.float32
         self._session, self._numbers = uuid4().hex[:8], itertools.count(1)
         self.directory = self.shared / f"{OWNED}{self._session}"
         self._claimed, self._claim_lock = False, threading.Lock()
@@ -114,8 +120,11 @@ class AdapterStore:
         with writing(final):
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-        tensors = {key: (a.cpu(), b.cpu()) for key, (a, b) in snapshot.weights.tensors().items()}
-        rank = server_rank(snapshot.weights.live_rank)
+        weights, dtype = snapshot.weights, self.dtype
+        tensors = {
+            key: (a.to("cpu", dtype), (b * weights.scale).to("cpu", dtype)) for key, (a, b) in weights.tensors().items()
+        }
+        rank = server_rank(weights.live_rank)
         config = self._config(snapshot, rank, list(tensors))
         write_peft(aside, {key: padded(pair, rank) for key, pair in tensors.items()}, config)
         publish_directory(aside, final)
@@ -147,6 +156,6 @@ class AdapterStore:
             "base_model_name_or_path": self.base,
             **snapshot.peft_config(),
             "r": rank,
-            "lora_alpha": snapshot.weights.scale * rank,
+            "lora_alpha": rank,
             "target_modules": names,
         }

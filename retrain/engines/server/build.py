@@ -33,7 +33,7 @@ def server_engine(
     settings, model = config.inference, config.model.model
     key = api_key(settings.api_key_env, "[inference]")
     adapter_directory = Path(settings.adapter_dir).expanduser() if settings.adapter_dir else directory / ADAPTERS
-    store = AdapterStore(adapter_directory, model)
+    store = AdapterStore(adapter_directory, model, base.dtype)
     engines: list[ServerEngine] = []
 
     def server_message(text: str, level: str) -> None:

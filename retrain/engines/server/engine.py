@@ -66,7 +66,8 @@ class ServerEngine:
         self.is_concurrent = not sleeps  # sleeping servers and training take turns on the same GPU
         gave_up = (lambda: fleet.gave_up) if fleet is not None else (lambda: "")
         self.pool = ServerPool(urls, new_client, model.name, notify, gave_up, waits)
-        self._completions, self._gpu = Completions(model, self.pool, waits), SharedGpu(sleeps)
+        self._completions = Completions(model, self.pool, waits)
+        self._gpu = SharedGpu(sleeps, fleet.hold_restarts if fleet is not None else lambda held: None)
         self._published: dict[PolicyRef, PublishedAdapter] = {}
         self._unloads: set[Future[None]] = set()
         self._lock = threading.Lock()

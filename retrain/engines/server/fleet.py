@@ -11,7 +11,7 @@ from typing import Protocol
 
 from retrain.config import Config
 from retrain.engines.server.launch import ServerProcess, server_environment
-from retrain.models.directory import local_directory
+from retrain.models.directory import model_directory
 
 Notify = Callable[[str, str], None]  # Called with a message and its level, "info" or "warning"
 OnUrls = Callable[[Sequence[str]], object]  # Called with all addresses
@@ -33,6 +33,9 @@ class Fleet(Protocol):
 
     def wait(self, seconds: float) -> None:
         """Wait for the first address, or until ``gave_up`` is set, for at most ``seconds``."""
+
+    def hold_restarts(self, held: bool) -> None:
+        """While ``held``, start no server that dies; the trainer uses the memory of the GPU that they share."""
 
     def close(self) -> None: ...
 
@@ -69,6 +72,10 @@ class LocalFleet:
 
     def wait(self, seconds: float) -> None: ...
 
+    def hold_restarts(self, held: bool) -> None:
+        for server in self._servers:
+            server.hold_restarts(held)
+
     def close(self) -> None:
         for server in self._servers:
             server.close()
@@ -101,14 +108,16 @@ class RemoteFleet:
         with self._changed:
             self._changed.wait_for(lambda: self.urls or self.gave_up, seconds)
 
+    def hold_restarts(self, held: bool) -> None: ...  # servers of several processes do not sleep
+
     def close(self) -> None:
         self.listen(lambda urls: None)
 
 
 def model_argument(config: Config) -> str:
-    """Return the value of ``{model}`` in a command: the model's local directory, or its hub name."""
-    path = local_directory(config.model.model)
-    return str(path.absolute()) if path else config.model.model
+    """Return the value of ``{model}`` in a command: the directory of the weights that are trained. A model of the hub
+    is downloaded if it is not on this machine. Raises ModelError if that fails."""
+    return str(model_directory(config.model.model, config.model.revision).absolute())
 
 
 def names_of(replicas: int) -> list[str]:

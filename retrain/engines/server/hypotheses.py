@@ -85,17 +85,13 @@ def rms(differences: np.ndarray) -> float:
 
 def misreadings(weights: LoraWeights, temperature: float) -> Iterator[Hypothesis]:
     yield Hypothesis("the adapter never reached the model: it answers as the base", None, temperature)
-    rank, scale = weights.rank, weights.scale
-    scales = {
-        "alpha/rank is left out (scale 1)": 1.0,
-        "alpha is not divided by the rank": scale * rank,
-        "alpha is divided by the square root of the rank (rsLoRA)": scale * math.sqrt(rank),
-        "alpha is divided by the padded rank alone": scale * rank / server_rank(rank),
-        "the scale counts twice": scale * scale,
+    alpha = server_rank(weights.live_rank)  # as written for servers: B is already scaled
+    factors = {
+        "alpha is not divided by the rank": alpha,
+        "alpha is divided by the square root of the rank (rsLoRA)": math.sqrt(alpha),
     }
-    for name, other in scales.items():
-        if not math.isclose(other, scale):
-            yield Hypothesis(name, with_scale(weights, other), temperature)
+    for name, factor in factors.items():
+        yield Hypothesis(name, with_scale(weights, weights.scale * factor), temperature)
     for name, kinds in (("attention", ATTENTION), ("MLP", MLP), ("q_proj and v_proj", ("q_proj", "v_proj"))):
         chosen = [shape.name for shape in weights.shapes if shape.name.rpartition(".")[2] in kinds]
         if chosen and len(chosen) < len(weights.shapes):

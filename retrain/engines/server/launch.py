@@ -24,6 +24,7 @@ from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
+from retrain.device import OWN_ALLOCATOR
 from retrain.engines.server import minder
 from retrain.errors import UsageError
 from retrain.files import read_json, write_json
@@ -48,6 +49,8 @@ SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # vLLM has the sleep routes o
 
 def server_environment(gpus: str | None, sleeps: bool = False) -> dict[str, str]:
     environment = {**ENVIRONMENT, **(SLEEP_ENVIRONMENT if sleeps else {}), **os.environ}
+    if environment.pop(OWN_ALLOCATOR, ""):
+        del environment["PYTORCH_ALLOC_CONF"]  # vLLM's sleep mode does not work with expandable segments
     return environment if gpus is None else environment | {"CUDA_VISIBLE_DEVICES": gpus}
 
 
@@ -76,7 +79,8 @@ class ServerProcess:
         _check_exists(self.arguments[0])
         directory.mkdir(parents=True, exist_ok=True)
         self._end_abandoned()
-        self._closing = threading.Event()
+        self._closing, self._may_start = threading.Event(), threading.Event()
+        self._may_start.set()
         self._restarts, self._health = Restarts(), Health(self.url, health_waits)
         self._process = self._start()
         self._watcher = threading.Thread(target=self._watch, name="server", daemon=True)
@@ -93,10 +97,15 @@ class ServerProcess:
             return "\n".join(line for line in text.splitlines() if line.strip())[-1500:].split("\n", 1)[-1]
         return ""
 
+    def hold_restarts(self, held: bool) -> None:
+        """While ``held``, a server that dies is not started again: its GPU's memory is in use."""
+        (self._may_start.clear if held else self._may_start.set)()
+
     def close(self) -> None:
         if self._closing.is_set():
             return
         self._closing.set()
+        self._may_start.set()
         atexit.unregister(self.close)
         self._watcher.join()
         _end(self._process.pid, self._process.poll)
@@ -144,8 +153,13 @@ class ServerProcess:
                     f"the server died {RESTARTS + 1} times in a row, last by {how}; {self.log} ends with:\n{tail}"
                 )
                 return
+            when = "" if self._may_start.is_set() else " when the update ends"
+            text = f"the server has died ({how}) and is started again{when}; its output is in {self.log}"
+            self.notify(text, "warning")
+            self._may_start.wait()
+            if self._closing.is_set():
+                return
             try:
-                self.notify(f"the server has died ({how}) and is started again; its output is in {self.log}", "warning")
                 self._process = self._start()
             except Exception as error:  # reported by ``gave_up`` to the engine
                 self.gave_up = f"the server died ({how}) and cannot be started again: {error}"

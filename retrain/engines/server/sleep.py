@@ -4,7 +4,7 @@ Servers are awake from the first call that samples until ``SharedGpu.sleep``, wh
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import torch
@@ -16,10 +16,13 @@ from retrain.errors import ServerFailed
 
 class SharedGpu:
     """Lets servers sleep while this process uses the GPU that they share. Without ``is_shared`` nothing is done. All
-    methods run in one event loop, and raise ServerFailed if a server cannot sleep or wake."""
+    methods run in one event loop, and raise ServerFailed if a server cannot sleep or wake.
 
-    def __init__(self, is_shared: bool):
-        self.is_shared = is_shared
+    ``hold_restarts(held)``: while ``held``, a server that dies is not started again, because it would find no memory.
+    """
+
+    def __init__(self, is_shared: bool, hold_restarts: Callable[[bool], None]):
+        self.is_shared, self._hold_restarts = is_shared, hold_restarts
         self._sleeping, self._users = False, 0
         self._lock = asyncio.Lock()
 
@@ -35,6 +38,7 @@ class SharedGpu:
     async def sleep(self, servers: Sequence[ServerClient]) -> None:
         async with self._lock:
             if self.is_shared and not self._sleeping and not self._users:
+                self._hold_restarts(True)
                 for server in servers:
                     await _post(server, "/sleep?level=1")
                 self._sleeping = True
@@ -44,6 +48,7 @@ class SharedGpu:
             if self._sleeping:
                 if torch.cuda.is_initialized():
                     torch.cuda.empty_cache()  # the server needs the memory that its sleep had freed
+                self._hold_restarts(False)
                 for server in servers:
                     await _post(server, "/wake_up")
                 self._sleeping = False

@@ -13,16 +13,21 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers.campaigns import eventually
 from helpers.lanes import tokens
 from helpers.servers import IMPATIENT, apart, publish, requests, served_world, weights
 
+from retrain.engines.server.adapters import AdapterStore
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.connection import ServerConnection, ServerUnavailable
 from retrain.engines.server.dialects import DIALECTS, CompletionRequest, InvalidAnswer
+from retrain.engines.server.fleet import RemoteFleet
 from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
 from retrain.files import read_json, write_json
 from retrain.ownership import process_start, this_process
+from retrain.policy.adapter_io import AdapterFile
+from retrain.policy.local import LocalSnapshot
 from retrain.types import PolicyRef, SampleRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarning")
@@ -108,7 +113,7 @@ def test_several_versions_at_once_until_they_are_retired(engine, lanes, server, 
     first, second = sorted(server.adapters)
     (directory,) = (tmp_path / "adapters").glob("retrain-*")
     config = read_json(directory / second / "adapter_config.json")
-    assert (config["r"], config["lora_alpha"]) == (8, 16.0)  # padded, with ΔW as it was
+    assert (config["r"], config["lora_alpha"]) == (8, 8)  # padded; B is scaled
     engine.retire(refs[0])
     engine.retire(PolicyRef("run", 7))  # never published
     eventually(lambda: server.adapters == [second] and not (directory / first).exists())
@@ -517,19 +522,40 @@ def test_token_ids_by_their_names():
         DIALECTS["sglang"].read({"text": "hello"})
 
 
+def test_an_adapter_is_rounded_as_in_training(lanes, tmp_path):
+    own = weights(lanes, 1, rank=8, alpha=12.0)
+    store = AdapterStore(tmp_path, "base", torch.bfloat16)
+    folder = store.write("name", LocalSnapshot(own))
+    with AdapterFile(folder) as file:
+        assert set(file.scales.values()) == {1.0}
+        for name, (a, b) in own.tensors().items():
+            written_a, written_b = file.factors(name)
+            assert written_a.dtype == torch.bfloat16
+            assert torch.equal(written_a, a.bfloat16())
+            assert torch.equal(written_b, (b * 1.5).bfloat16())
+
+
+class WatchedFleet(RemoteFleet):
+    def __init__(self, held):
+        super().__init__()
+        self.hold_restarts = held.append
+
+
 def test_a_server_sleeps_while_nobody_samples(connect, lanes, server):
-    server.naps = []
-    engine = connect(sleeps=True)
+    server.naps, held = [], []
+    fleet = WatchedFleet(held)
+    fleet.update([server.url])
+    engine = connect(sleeps=True, fleet=fleet)
     ref = publish(engine, weights(lanes, 1))
     engine.sample(requests(ref))
     engine.sample(requests(ref, 1, 1))
     assert server.naps == []  # between the turns of an episode it stays awake
     engine.forget_sequences()
     engine.forget_sequences()
-    assert server.naps == ["/sleep?level=1"]
+    assert (server.naps, held) == (["/sleep?level=1"], [True])
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: engine.sample(requests(ref)), range(2)))
-    assert server.naps == ["/sleep?level=1", "/wake_up"]
+    assert (server.naps, held) == (["/sleep?level=1", "/wake_up"], [True, False])
     engine.forget_sequences()
     engine.close()  # awake, as it was found
     assert server.naps == ["/sleep?level=1", "/wake_up"] * 2
