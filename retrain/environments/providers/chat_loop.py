@@ -8,8 +8,6 @@ verifiers is installed.
 from contextlib import AsyncExitStack
 from types import ModuleType, SimpleNamespace
 
-import httpx
-from openai import AsyncOpenAI
 from verifiers.v1.clients import ModelContext  # pyright: ignore[reportMissingImports]
 from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
 from verifiers.v1.harnesses.null import NullHarness  # pyright: ignore[reportMissingImports]
@@ -49,8 +47,8 @@ class ChatLoop(NullHarness):
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         args = SimpleNamespace(api_key=secret, tool_interception_url=tool_interception_url, **OPTIONS)
         async with AsyncExitStack() as stack:
-            http = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False))
-            client = AsyncOpenAI(base_url=endpoint, api_key=secret, http_client=http, max_retries=0)
+            http = await stack.enter_async_context(_program.httpx.AsyncClient(timeout=None, trust_env=False))
+            client = _program.AsyncOpenAI(base_url=endpoint, api_key=secret, http_client=http, max_retries=0)
             tools, places, connections = await _program.connect_mcp({"mcpServers": servers}, stack)
             compactor = _program.Compactor(client, ctx.model, tools, False, None)
             try:
