@@ -5,7 +5,6 @@ Imports neither torch nor anything that the environment does not need, because a
 
 import asyncio
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -27,12 +26,9 @@ class MessagesTooLong(Exception):
     pass
 
 
-def serve(target: str, arguments: Mapping[str, object], folders: Sequence[str]) -> Callable[[tuple[Any, ...]], object]:
+def serve(target: str, arguments: Mapping[str, object], folder: Path | None) -> Callable[[tuple[object, ...]], object]:
     """Create the environment ``module:Class`` and return a function that runs jobs in it. Raises PluginError."""
-    for folder in folders:
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-    return Host(load_function(target, Path(folders[0]) if folders else None, "provider ="), arguments)
+    return Host(load_function(target, folder, "provider ="), arguments)
 
 
 class Host:
@@ -48,13 +44,13 @@ class Host:
         ranges = declared_ranges(environment) | ({"reward": known} if known else {})
         self.facts = {"exact": bool(getattr(environment, "exact", True)), "ranges": ranges}
 
-    def __call__(self, job: tuple[Any, ...]) -> object:
+    def __call__(self, job: tuple[object, ...]) -> object:
         """Run a job: ("problems", split, begin, count), ("start", number, problem, seed), ("step", number, action),
         ("result", number) or ("close", number)."""
         kind, *arguments = job
-        return getattr(self, kind)(*arguments)
+        return getattr(self, str(kind))(*arguments)
 
-    def _settled(self, value: Any) -> Any:
+    def _settled(self, value: object) -> Any:
         async def awaited() -> object:
             return await value
 

@@ -9,7 +9,7 @@ and ``metrics_ranges`` are the ranges. https://github.com/eduardoslonski/telesco
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -23,13 +23,13 @@ from retrain.rewards.base import checked, failed
 from retrain.types import Action, Message, Problem, RewardResult
 
 chat = partial(chat_messages, separator="")  # Joins the text parts of a message without separator
-Run = Callable[[Any], Any]  # Returns its argument, awaited if it is awaitable
+Run = Callable[[object], Any]  # Returns its argument, awaited if it is awaitable
 
 
 class AdaptedEnvironment:
     """Base of environments in another trainer's style; ``written`` may declare ranges and ``exact``."""
 
-    def __init__(self, written: Any, owner: str, run: Run):
+    def __init__(self, written: object, owner: str, run: Run):
         self.owner, self.run, self.exact = owner, run, bool(getattr(written, "exact", False))
         self.reward_min, self.reward_max = getattr(written, "reward_min", None), getattr(written, "reward_max", None)
         self.metrics_ranges = getattr(written, "metrics_ranges", None) or {}
@@ -175,7 +175,7 @@ class GradedEpisode:
                 reward = self.run(self.made.compute_reward(text, self.sample))
             result = checked(_reward_result(reward))
             if self._has("get_tool_metrics"):
-                used: Mapping[Any, Any] = self.run(self.made.get_tool_metrics(self.state))
+                used = self.run(self.made.get_tool_metrics(self.state))
                 result.sample_metrics = {**{str(k): float(v) for k, v in used.items()}, **result.sample_metrics}
         except Exception as error:
             return failed(described(error))

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from retrain.environments.providers.endpoint import Channel
 from retrain.environments.providers.inversion import HarnessResult, Inversion, Lead
-from retrain.environments.providers.messages import text_of
+from retrain.environments.providers.messages import chat_messages
 from retrain.environments.providers.verifiers_rows import UNSET_KEY, TaskRow, digest
 from retrain.errors import UsageError
 from retrain.plugins import described
@@ -98,12 +98,12 @@ class Tasksets:
             prompt = data.prompt
             if prompt is None:  # the environment opens the conversation
                 prompt = data.description or data.name or f"{self._id}, task {len(rows)}"
-            opening = [("system", data.system_prompt)] if data.system_prompt else []
+            opening = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
             if isinstance(prompt, str):
-                opening.append(("user", prompt))
+                opening.append({"role": "user", "content": prompt})
             else:
-                opening += [(message.role, text_of(message.content, placeholders=True)) for message in prompt]
-            messages = tuple({"role": role, "content": content} for role, content in opening)
+                opening += [message.model_dump() for message in prompt]
+            messages = tuple(chat_messages(opening, placeholders=True))
             answer = getattr(data, "answer", None)
             hashed = digest(data.model_dump(mode="json", exclude={"idx"}))
             rows.append(TaskRow(messages, "" if answer is None else str(answer), (), hashed))
@@ -161,7 +161,7 @@ class Tasksets:
             "run is one rollout. Choose an environment that runs one agent once (env.id), or leave env out"
         )
 
-    def _seat(self, vf: Any, config: dict[str, Any]) -> None:
+    def _seat(self, vf: ModuleType, config: dict[str, Any]) -> None:
         """Assign the policy to an agent of the environment, and give agents without a runtime or harness local ones."""
         kind = vf.env_config_type(self._id, config.get("id", ""))
         seats = {
