@@ -5,7 +5,7 @@ Imports neither torch nor anything that the environment does not need, because a
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,10 @@ class Host:
         return getattr(self, str(kind))(*arguments)
 
     def _settled(self, value: object) -> Any:
-        async def awaited() -> object:
-            return await value
+        async def awaited(awaitable: Awaitable[object]) -> object:
+            return await awaitable
 
-        return self._runner.run(awaited()) if inspect.isawaitable(value) else value
+        return self._runner.run(awaited(value)) if inspect.isawaitable(value) else value
 
     def problems(self, split: str, begin: int, count: int) -> list[dict[str, object]]:
         if split not in self.made:

@@ -11,6 +11,7 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import ClassVar
 
@@ -74,12 +75,15 @@ class ReasoningGym:
         self.parts = _parts(id, arguments)
         total = self.size + self.heldout
         self._tasks = {part.name: Task(part.name, self.seed, total, part.config) for part in self.parts}
-        self._datasets = {name: _dataset(task) for name, task in self._tasks.items()}
-        self._drawn: list[Problem] | None = None
+        self._datasets: dict[str, DataSet] = {}
+        for name, task in self._tasks.items():
+            try:
+                self._datasets[name] = task.dataset()
+            except Exception as error:
+                reason = str(error) or type(error).__name__
+                raise UsageError(f"{OWNER}: {name} does not take this config: {reason}") from error
 
     def problems(self, split: str) -> Sequence[Problem]:
-        if self._drawn is None:
-            self._drawn = self._draw()
         held = self._drawn[: self.heldout]
         if split != "train":
             return held
@@ -107,7 +111,8 @@ class ReasoningGym:
             value, correct=value >= FULL, tags=problem.tags, sample_metrics={"answer_tags": float(answer is not None)}
         )
 
-    def _draw(self) -> list[Problem]:
+    @cached_property
+    def _drawn(self) -> list[Problem]:
         names, weights = [part.name for part in self.parts], [part.weight for part in self.parts]
         drawn = random.Random(self.seed).choices(names, weights, k=self.size + self.heldout)
         checks = checked(self._tasks.values(), CHECK_SECONDS)
@@ -161,14 +166,6 @@ def data_sets() -> list[str]:
 def _require_known(name: str) -> None:
     if name not in (known := data_sets()):
         raise UsageError(f"{OWNER} has no data set {name!r}{did_you_mean(name, known)}")
-
-
-def _dataset(task: Task) -> DataSet:
-    try:
-        return task.dataset()
-    except Exception as error:
-        reason = str(error) or type(error).__name__
-        raise UsageError(f"{OWNER}: {task.name} does not take this config: {reason}") from error
 
 
 def _parts(id: object, config: Mapping[str, object]) -> list[MixturePart]:

@@ -65,7 +65,7 @@ class Cookbook(AdaptedEnvironment):
 
 
 class CookbookEpisode:
-    def __init__(self, made: Any, builder: object, owner: str, run: Run):
+    def __init__(self, made: Any, builder: Any, owner: str, run: Run):
         self.builder, self.owner, self.run = builder, owner, run
         self.wrapped, self.made = made, getattr(made, "message_env", None) or made
         self.transitions: list[Any] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,26 +72,22 @@ class GradedEnvironment(AdaptedEnvironment):
         self.made, self.heldout = made, heldout
         if getattr(made, "_name", "") is None:  # Telescope's loader names environments, and their states read the name
             made._name = type(made).__name__
-        self._samples: list[Any] = []
 
     def problems(self, split: str) -> Sequence[Problem]:
-        samples = self._loaded()
+        samples = self.samples
         return [_problem(samples[at], at) for at in numbers_of(split, len(samples), self.heldout, self.owner)]
 
     def start(self, problem: Problem, seed: int) -> GradedEpisode:
-        return GradedEpisode(self.made, self._loaded()[int(problem.metadata["index"])], self.owner, self.run)
+        return GradedEpisode(self.made, self.samples[int(problem.metadata["index"])], self.owner, self.run)
 
-    def _loaded(self) -> list[Any]:
-        if not self._samples:
-            samples = list(self.run(self.made.load_dataset()))
-            if len(samples) < 2:
-                raise DataError(
-                    f"{self.owner}: load_dataset() returned {len(samples)} samples; two at least are needed"
-                )
-            if wrong := next((sample for sample in samples if not hasattr(sample, "prompt")), None):
-                raise DataError(f"{self.owner}: a sample of load_dataset() is {type(wrong).__name__}, without a prompt")
-            self._samples = samples
-        return self._samples
+    @cached_property
+    def samples(self) -> list[Any]:
+        samples = list(self.run(self.made.load_dataset()))
+        if len(samples) < 2:
+            raise DataError(f"{self.owner}: load_dataset() returned {len(samples)} samples; two at least are needed")
+        if wrong := next((sample for sample in samples if not hasattr(sample, "prompt")), None):
+            raise DataError(f"{self.owner}: a sample of load_dataset() is {type(wrong).__name__}, without a prompt")
+        return samples
 
 
 def _problem(sample: Any, index: int) -> Problem:

@@ -86,14 +86,13 @@ class Tasksets:
         self._check_runs(vf)
         client = vf.EvalClientConfig(base_url=inversion.endpoint.session_url, api_key_var=UNSET_KEY)
         self._context = vf.ModelContext(model="policy", client=client)
-        self._tasks: list[Any] | None = None
         inversion.hold(self.environment.serving())
 
     def rows(self, part: str) -> Sequence[TaskRow]:
         if part == "eval":
             return []
         rows = []
-        for task in self._loaded():
+        for task in self._tasks:
             data = task.data
             prompt = data.prompt
             if prompt is None:  # the environment opens the conversation
@@ -110,7 +109,7 @@ class Tasksets:
         return rows
 
     def lead(self, part: str, index: int) -> Lead:
-        task = self._loaded()[index]
+        task = self._tasks[index]
 
         async def lead(channel: Channel) -> HarnessResult:
             channels, current, failed = self._inversion.endpoint.channels, list[str](), list[str]()
@@ -135,15 +134,15 @@ class Tasksets:
 
         return lead
 
-    def _loaded(self) -> list[Any]:
-        if self._tasks is None:
-            taskset = self.environment.taskset
-            if not taskset.bounded and self._train is None:
-                raise UsageError(f"taskset {self._id} is endless: say in train how many of its problems to use")
-            self._tasks = list(taskset if taskset.bounded else itertools.islice(taskset, self._train))
-            for task in self._tasks:
-                task.hooks = functools.partial(_tolerant_hooks, task.hooks)
-        return self._tasks
+    @functools.cached_property
+    def _tasks(self) -> list[Any]:
+        taskset = self.environment.taskset
+        if not taskset.bounded and self._train is None:
+            raise UsageError(f"taskset {self._id} is endless: say in train how many of its problems to use")
+        tasks = list(taskset if taskset.bounded else itertools.islice(taskset, self._train))
+        for task in tasks:
+            task.hooks = functools.partial(_tolerant_hooks, task.hooks)
+        return tasks
 
     def _check_runs(self, vf: ModuleType) -> None:
         if type(self.environment).run is vf.SingleAgentEnv.run:
