@@ -20,6 +20,10 @@ __all__ = ["ChatLoop"]
 
 _program = ModuleType("chat_program")
 exec(CHAT_PROGRAM_SOURCE, vars(_program))  # its parts find each other only in the script that the library joins them to
+# The program asks for streams. After a minute without an answer, a stream reports a refusal as another error.
+vars(_program)["chat"] = lambda client, model, messages, tools: client.chat.completions.create(
+    model=model, messages=messages, tools=tools or _program.omit
+)
 OPTIONS = {"bash": False, "edit": False, "search": False}  # the program's own tools
 
 
