@@ -1,35 +1,39 @@
-"""The null harness of ``verifiers.v1`` in this process: alternates the model's answers and the taskset's tools.
+"""Minimal harness of ``verifiers.v1`` in this process: alternates the model's answers and the taskset's tools.
 
-The library's ``null`` harness starts a Python process for every rollout and downloads its packages. Here the loop of
-its program runs in this process. The library finds the harness under the name ``retrain-chat``. Imported only where
-verifiers is installed.
+Does the same as the library's ``null`` harness, which starts a Python process for every rollout and downloads its
+packages. The library finds it under the name ``retrain-chat``. Imported only where verifiers is installed.
 """
 
-from contextlib import AsyncExitStack
-from types import ModuleType, SimpleNamespace
+import json
+from contextlib import AsyncExitStack, suppress
 
+import httpx
 from verifiers.v1.clients import ModelContext  # pyright: ignore[reportMissingImports]
+from verifiers.v1.configs.harness import HarnessConfig  # pyright: ignore[reportMissingImports]
 from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
-from verifiers.v1.harnesses.null import NullHarness  # pyright: ignore[reportMissingImports]
-from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE  # pyright: ignore[reportMissingImports]
+from verifiers.v1.harness import Harness  # pyright: ignore[reportMissingImports]
+from verifiers.v1.harnesses.utils.compaction import bound_tool_message  # pyright: ignore[reportMissingImports]
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # pyright: ignore[reportMissingImports]
 from verifiers.v1.runtimes import ProgramResult, Runtime  # pyright: ignore[reportMissingImports]
 from verifiers.v1.task import TaskData  # pyright: ignore[reportMissingImports]
 from verifiers.v1.trace import Trace  # pyright: ignore[reportMissingImports]
 
+from retrain.environments.providers.endpoint import CalledFunction, ChatMessage, ToolCall
+
 __all__ = ["ChatLoop"]
 
-_program = ModuleType("chat_program")
-exec(CHAT_PROGRAM_SOURCE, vars(_program))  # its parts find each other only in the script that the library joins them to
-# The program asks for streams. After a minute without an answer, a stream reports a refusal as another error.
-vars(_program)["chat"] = lambda client, model, messages, tools: client.chat.completions.create(
-    model=model, messages=messages, tools=tools or _program.omit
-)
-OPTIONS = {"bash": False, "edit": False, "search": False}  # the program's own tools
+
+class ChatLoopConfig(HarnessConfig):
+    pass
 
 
-class ChatLoop(NullHarness):
-    async def setup(self, runtime: Runtime) -> None:
-        """Do nothing: there is no script to prepare."""
+class ChatLoop(Harness[ChatLoopConfig]):
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    SUPPORTS_TOOL_INTERCEPTION = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
 
     async def launch(
         self,
@@ -49,14 +53,57 @@ class ChatLoop(NullHarness):
         else:
             messages += [message_to_wire(message) for message in prompt or ()]
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
-        args = SimpleNamespace(api_key=secret, tool_interception_url=tool_interception_url, **OPTIONS)
         async with AsyncExitStack() as stack:
-            http = await stack.enter_async_context(_program.httpx.AsyncClient(timeout=None, trust_env=False))
-            client = _program.AsyncOpenAI(base_url=endpoint, api_key=secret, http_client=http, max_retries=0)
-            tools, places, connections = await _program.connect_mcp({"mcpServers": servers}, stack)
-            compactor = _program.Compactor(client, ctx.model, tools, False, None)
-            try:
-                await _program.run_chat_loop(args, compactor, messages, places, connections, http)
-            except _program.APIStatusError as error:
-                return ProgramResult(exit_code=1, stdout="", stderr=error.response.text)
-        return ProgramResult(exit_code=0, stdout="", stderr="")
+            client = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False))
+            client.headers["Authorization"] = f"Bearer {secret}"
+            tools, places, connections = await connect_mcp({"mcpServers": servers}, stack)
+            while True:
+                body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
+                reply = await client.post(f"{endpoint}/chat/completions", json=body)
+                if reply.status_code != 200:
+                    ends = "maximum context length" in reply.text  # a limit, not a fault
+                    return ProgramResult(exit_code=0 if ends else 1, stdout="", stderr=reply.text)
+                message = reply.json()["choices"][0]["message"]
+                messages.append(message)
+                if not message.get("tool_calls"):
+                    return ProgramResult(exit_code=0, stdout="", stderr="")
+                for call in message["tool_calls"]:
+                    answer = await _denied(client, tool_interception_url, call) if tool_interception_url else None
+                    if answer is None:
+                        answer = {
+                            "role": "tool",
+                            "tool_call_id": call["id"],
+                            "content": await _called(call["function"], places, connections),
+                            "name": call["function"]["name"],
+                        }
+                    messages.append(bound_tool_message(answer))
+
+
+async def _called(
+    function: CalledFunction, places: dict[str, tuple[str, str]], connections: dict[str, object]
+) -> object:
+    name = function["name"]
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except ValueError as error:
+        return f"error: invalid JSON in tool arguments ({error}); resend the call with valid JSON"
+    if not isinstance(arguments, dict):
+        kind = type(arguments).__name__
+        return f"error: tool arguments must be a JSON object, got {kind}; resend as an object"
+    if name not in places:
+        return f"error: unknown tool {name!r}"
+    return await call_mcp(connections, places, name, arguments)
+
+
+async def _denied(client: httpx.AsyncClient, url: str, call: ToolCall) -> ChatMessage | None:
+    """Ask the task whether the tool may run. Return None if it may, else the message that replaces the tool's answer.
+    Raises RuntimeError if the task ends the rollout."""
+    function = call["function"]
+    arguments = function.get("arguments") or "{}"
+    with suppress(ValueError):
+        arguments = json.loads(arguments)
+    reply = await client.post(url, json={"tool_call_id": call["id"], "name": function["name"], "arguments": arguments})
+    decision = reply.raise_for_status().json()
+    if decision["action"] == "stop":
+        raise RuntimeError(decision["reason"])
+    return decision["message"] if decision["action"] == "deny" else None
