@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from retrain.config import Config
 from retrain.config.evaluation import HELDOUT
@@ -165,7 +164,7 @@ def rooms(config: Config, longest: CompletionLengths, context: int) -> tuple[Pro
     return room(config.data, longest.training, "[training] max_tokens"), heldout
 
 
-def askable(data: Dataset, config: Config, longest: CompletionLengths, tokenizer: Any, context: int) -> Dataset:
+def askable(data: Dataset, config: Config, longest: CompletionLengths, tokenizer: object, context: int) -> Dataset:
     """Return ``data`` without prompts over the limits of ``rooms``. Prompts of a provider's environment are not
     checked: they are known only when an episode begins. Raises as ``rooms`` and ``without_long_prompts``."""
     if config.environment.provider is not None:

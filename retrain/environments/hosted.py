@@ -38,8 +38,7 @@ class HostedEnvironment:
 
     def __init__(self, section: EnvironmentSection, folder: Path | None):
         self.section = section
-        folders = [str(each) for each in search_folders(folder)]
-        target, arguments = _target(section, folders)
+        target, arguments = _target(section, folder)
         self.name = section.provider or "tools"
         python = section.python
         if python is not None:
@@ -47,12 +46,12 @@ class HostedEnvironment:
         self.pools = [
             WorkerPool(
                 "retrain.environments.hosting:serve",
-                {"target": target, "arguments": arguments, "folders": folders},
+                {"target": target, "arguments": arguments, "folder": folder},
                 workers=1,
                 limits=WorkerLimits(section.timeout_s, int(section.memory_gb * 2**30), START_SECONDS),
                 subject="the environment" if section.provider else "the tool",
                 python=python,
-                folders=folders,
+                folders=[str(each) for each in search_folders(folder)],
             )
             for _ in range(section.workers)
         ]
@@ -194,9 +193,9 @@ class HostedEpisode:
         return reply.value
 
 
-def _target(section: EnvironmentSection, folders: Sequence[str]) -> tuple[str, dict[str, object]]:
+def _target(section: EnvironmentSection, folder: Path | None) -> tuple[str, dict[str, object]]:
     if section.provider is None:
-        return TOOLS, {"tools": section.tools, "folders": list(folders)}
+        return TOOLS, {"tools": section.tools, "folder": folder}
     if section.provider in PROVIDERS:
         arguments = {"id": section.id, **section.args}
         if section.provider == "openenv":  # records the fields of observations that the configuration names

@@ -5,8 +5,7 @@ Imports neither torch nor anything that the environment does not need, because a
 
 import asyncio
 import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,9 @@ class MessagesTooLong(Exception):
     pass
 
 
-def serve(target: str, arguments: Mapping[str, object], folders: Sequence[str]) -> Callable[[tuple[Any, ...]], object]:
+def serve(target: str, arguments: Mapping[str, object], folder: Path | None) -> Callable[[tuple[object, ...]], object]:
     """Create the environment ``module:Class`` and return a function that runs jobs in it. Raises PluginError."""
-    for folder in folders:
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-    return Host(load_function(target, Path(folders[0]) if folders else None, "provider ="), arguments)
+    return Host(load_function(target, folder, "provider ="), arguments)
 
 
 class Host:
@@ -48,17 +44,17 @@ class Host:
         ranges = declared_ranges(environment) | ({"reward": known} if known else {})
         self.facts = {"exact": bool(getattr(environment, "exact", True)), "ranges": ranges}
 
-    def __call__(self, job: tuple[Any, ...]) -> object:
+    def __call__(self, job: tuple[object, ...]) -> object:
         """Run a job: ("problems", split, begin, count), ("start", number, problem, seed), ("step", number, action),
         ("result", number) or ("close", number)."""
         kind, *arguments = job
-        return getattr(self, kind)(*arguments)
+        return getattr(self, str(kind))(*arguments)
 
-    def _settled(self, value: Any) -> Any:
-        async def awaited() -> object:
-            return await value
+    def _settled(self, value: object) -> Any:
+        async def awaited(awaitable: Awaitable[object]) -> object:
+            return await awaitable
 
-        return self._runner.run(awaited()) if inspect.isawaitable(value) else value
+        return self._runner.run(awaited(value)) if inspect.isawaitable(value) else value
 
     def problems(self, split: str, begin: int, count: int) -> list[dict[str, object]]:
         if split not in self.made:

@@ -36,11 +36,11 @@ class ToolUse:
     """
 
     def __init__(
-        self, tools: Sequence[str | Mapping[str, object]], folders: Sequence[str] = (), result_characters: int = 4000
+        self, tools: Sequence[str | Mapping[str, object]], folder: Path | None = None, result_characters: int = 4000
     ):
         self.tools: dict[str, Tool] = {}
         for entry in tools:
-            tool = _loaded(entry, folders)
+            tool = _loaded(entry, folder)
             if tool.name in self.tools:
                 raise PluginError(f"two tools are named {tool.name!r}; rename one of the functions")
             self.tools[tool.name] = tool
@@ -126,7 +126,7 @@ class ToolEpisode:
         return as_text(self.functions[tool.name](**tool.checked(call.arguments)))
 
 
-def _loaded(entry: str | Mapping[str, object], folders: Sequence[str]) -> Tool:
+def _loaded(entry: str | Mapping[str, object], folder: Path | None) -> Tool:
     table = {"tool": entry} if isinstance(entry, str) else dict(entry)
     name, settings = table.get("tool"), {key: value for key, value in table.items() if key != "tool"}
     if not isinstance(name, str):
@@ -136,11 +136,7 @@ def _loaded(entry: str | Mapping[str, object], folders: Sequence[str]) -> Tool:
         raise PluginMissing(
             f"tool {name!r} is none of {ours}{did_you_mean(name, OURS)}; one of your own is named module:function"
         )
-    plugin = OURS.get(name, name)
-    module = plugin.partition(":")[0]
-    places = [*map(Path, folders), None]
-    base = next((folder for folder in places if folder and (folder / f"{module}.py").is_file()), places[0])
-    return tool_of(load_function(plugin, base, "tool"), settings, f"tool {name!r}")
+    return tool_of(load_function(OURS.get(name, name), folder, "tool"), settings, f"tool {name!r}")
 
 
 def _reason(error: BaseException) -> str:

@@ -10,14 +10,13 @@ import asyncio
 import json
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import numpy as np
 
 from retrain.environments.tools import ToolSchema
-from retrain.environments.tools.calls import Call
 from retrain.types import Action
 
 if TYPE_CHECKING:
@@ -48,34 +47,54 @@ class ChatMessage(TypedDict):
     tool_calls: NotRequired[list[ToolCall]]
 
 
-class Choice(TypedDict):
-    index: int
+@dataclass(eq=False)
+class Completion:
+    """The policy's answer to a request: its message and what was sampled, in the format of OpenAI's chat completions.
+
+    ``number``: the number of the action in its rollout. Token ids and log-probabilities are in vLLM's format. Prompts
+    are tokenised elsewhere, so ``usage`` counts the sampled tokens only.
+    """
+
     message: ChatMessage
-    finish_reason: str
-    token_ids: list[int]
-    logprobs: dict[str, object]
+    action: Action
+    number: int
 
+    def __post_init__(self) -> None:
+        self.head: dict[str, object] = {"id": f"chatcmpl-{self.number}", "created": 0, "model": "policy"}
+        sampled = len(self.action)
+        self.usage = {"prompt_tokens": 0, "completion_tokens": sampled, "total_tokens": sampled}
+        stopped = "tool_calls" if self.message.get("tool_calls") else "stop"
+        self.finish_reason = stopped if self.action.stop_reason == "stop" else "length"
+        least = LEAST_LOGPROB
+        finite = np.nan_to_num(self.action.logprobs_T, nan=least, posinf=least, neginf=least).tolist()
+        tokens = [
+            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(self.action.token_ids, finite, strict=False)
+        ]
+        self.logprobs = {"content": tokens, "refusal": None}
 
-class ChatCompletion(TypedDict):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: dict[str, int]
+    def body(self) -> dict[str, object]:
+        sampled = {"token_ids": list(self.action.token_ids), "logprobs": self.logprobs}
+        choice = {"index": 0, "message": self.message, "finish_reason": self.finish_reason, **sampled}
+        return self.head | {"object": "chat.completion", "choices": [choice], "usage": self.usage}
 
-
-class ChatRequest(TypedDict, total=False):
-    messages: list[ChatMessage]
-    tools: list[ToolSchema] | None
-    stream: bool
+    def events(self) -> bytes:
+        """Return the answer as server-sent events: the message, its end, and the usage."""
+        delta: dict[str, object] = {**self.message}
+        if calls := self.message.get("tool_calls"):
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        content = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": self.logprobs}
+        ended = {"index": 0, "delta": {}, "finish_reason": self.finish_reason}
+        chunks = [{"choices": [content]}, {"choices": [ended]}, {"choices": [], "usage": self.usage}]
+        lines = [json.dumps(self.head | {"object": "chat.completion.chunk"} | chunk) for chunk in chunks]
+        return "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]).encode()
 
 
 @dataclass(eq=False)
 class Request:
     messages: list[ChatMessage]
     tools: list[ToolSchema]
-    completion: asyncio.Future[ChatCompletion]
+    completion: asyncio.Future[Completion]
 
 
 class ChannelClosed(Exception):
@@ -90,14 +109,12 @@ class Channel:
     refuses: bool = False
     refused: int = 0
 
-    async def ask(self, body: ChatRequest) -> ChatCompletion:
+    async def ask(self, messages: list[ChatMessage], tools: list[ToolSchema]) -> Completion:
         if self.refuses:
             self.refused += 1
             self.arrived.set()
             raise ChannelClosed(OUT_OF_CONTEXT)
-        request = Request(
-            list(body.get("messages") or []), list(body.get("tools") or []), asyncio.get_running_loop().create_future()
-        )
+        request = Request(messages, tools, asyncio.get_running_loop().create_future())
         self.waiting.append(request)
         self.arrived.set()
         return await request.completion
@@ -116,7 +133,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.channels: dict[str, Channel] = {}
         self.url = ""
-        self._close: Callable[[], Awaitable[None]] | None = None
+        self.close: Callable[[], Coroutine[object, object, None]]  # set by start()
 
     async def start(self) -> None:
         from aiohttp import web  # pyright: ignore[reportMissingImports]
@@ -131,12 +148,7 @@ class Endpoint:
         site = web.TCPSite(runner, LOOPBACK, 0)
         await site.start()
         host, port = runner.addresses[0][:2]
-        self.url, self._close = f"http://{host}:{port}", runner.cleanup
-
-    async def close(self) -> None:
-        if self._close is not None:
-            await self._close()
-            self._close = None
+        self.url, self.close = f"http://{host}:{port}", runner.cleanup
 
     def url_of(self, channel: Channel) -> str:
         return f"{self.url}/{channel.name}/v1"
@@ -154,72 +166,15 @@ class Endpoint:
             return web.json_response(_error("no such rollout", "not_found"), status=404)
         try:
             body = await request.json()
-            completion = await channel.ask(body)
+            completion = await channel.ask(list(body.get("messages") or []), list(body.get("tools") or []))
         except ChannelClosed as refused:
             return web.json_response(_error(str(refused), "context_length_exceeded"), status=400)
         except (ValueError, TypeError, AttributeError) as error:
             return web.json_response(_error(f"not a request for a chat completion: {error}", "invalid"), status=400)
         if body.get("stream"):
-            return web.Response(body=_events(completion), content_type="text/event-stream")
-        return web.json_response(completion)
-
-
-def completion(action: Action, number: int, content: str, calls: Sequence[tuple[str, Call]]) -> ChatCompletion:
-    """Return the ChatCompletion for the rollout's action ``number``. ``calls``: (id, call) of each tool call.
-
-    ``token_ids`` and ``logprobs`` of the choice are in vLLM's format. Prompts are tokenised elsewhere, so ``usage``
-    counts the sampled tokens only.
-    """
-    message: ChatMessage = {"role": "assistant", "content": content}
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-            }
-            for id, call in calls
-        ]
-    finite = np.nan_to_num(action.logprobs_T, nan=LEAST_LOGPROB, posinf=LEAST_LOGPROB, neginf=LEAST_LOGPROB).tolist()
-    logprobs = [
-        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-        for token, logprob in zip(action.token_ids, finite, strict=False)
-    ]
-    stopped = "tool_calls" if calls else "stop"
-    return {
-        "id": f"chatcmpl-{number}",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "policy",
-        "choices": [
-            {
-                "index": 0,
-                "message": message,
-                "finish_reason": stopped if action.stop_reason == "stop" else "length",
-                "token_ids": list(action.token_ids),
-                "logprobs": {"content": logprobs, "refusal": None},
-            }
-        ],
-        "usage": {"prompt_tokens": 0, "completion_tokens": len(action), "total_tokens": len(action)},
-    }
+            return web.Response(body=completion.events(), content_type="text/event-stream")
+        return web.json_response(completion.body())
 
 
 def _error(message: str, code: str) -> dict[str, dict[str, str | None]]:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-
-
-def _events(completion: ChatCompletion) -> bytes:
-    choice = completion["choices"][0]
-    delta: dict[str, object] = {**choice["message"]}
-    if calls := choice["message"].get("tool_calls"):
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    head: dict[str, object] = {key: completion[key] for key in ("id", "created", "model")}
-    head["object"] = "chat.completion.chunk"
-    content = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
-    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-    chunks = [
-        head | {"choices": [content]},
-        head | {"choices": [ended]},
-        head | {"choices": [], "usage": completion["usage"]},
-    ]
-    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks).encode() + b"data: [DONE]\n\n"

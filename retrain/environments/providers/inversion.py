@@ -15,15 +15,16 @@ import atexit
 import contextlib
 import json
 import secrets
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from retrain.environments.protocol import Observation, Step
-from retrain.environments.providers.endpoint import Channel, ChatMessage, Endpoint, Request, completion
+from retrain.environments.providers.endpoint import Channel, ChatMessage, Completion, Endpoint, Request
 from retrain.environments.providers.messages import chat_messages, text_of
 from retrain.environments.providers.randomness import OwnRandomness
+from retrain.environments.tools import ToolSchema
 from retrain.environments.tools.calls import read_calls
 from retrain.errors import PluginError
 from retrain.plugins import described
@@ -89,7 +90,7 @@ async def _first_of(*awaited: asyncio.Future[Any]) -> None:
     await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def _ended(tasks: Sequence[Awaitable[object]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -104,36 +105,30 @@ class InvertedEpisode:
         self._inversion, self._opening = inversion, opening
         self._channel = Channel(secrets.token_urlsafe(16))
         self._randomness = OwnRandomness(str(seed))
-        self._request: Request | None  # set by _advance
-        self._failure: str | None = None
+        self._request: Request | None = None
+        self._tools: list[ToolSchema] | None = None
+        self._messages: list[Message] = []  # Messages of the request, and the keys of those that it had before
+        self._before: list[MessageKey] = []
         self._seen: list[MessageKey] = []  # Keys of the messages that the policy has read or written
+        self._failure: str | None = None
         self._texts: dict[MessageKey, str] = {}
         """The policy's texts, by the keys of the messages in which the harness got them."""
         self._actions = self._calls = 0
         inversion.endpoint.channels[self._channel.name] = self._channel
         self._task = inversion.loop.create_task(lead(self._channel))
         self._advance()
-        if self._request is not None:
-            self._tools = self._request.tools
-            try:
-                self._seen = [message_key(message) for message in self._request.messages]
-            except PluginError as error:
-                self._fail(error)
 
     def observe(self) -> Observation:
         if self._request is None:
             return Observation(tuple(self._opening) or ({"role": "user", "content": ""},))
-        return Observation(tuple(chat_messages(self._request.messages, KEYS)), tuple(self._request.tools))
+        return Observation(tuple(self._messages), tuple(self._request.tools))
 
     def step(self, action: Action) -> Step:
         if self._request is not None:
             self._answer(self._request, action)
             self._advance()
         if self._request is not None:
-            try:
-                return self._next(self._request)
-            except PluginError as error:
-                self._fail(error)
+            return self._next()
         outcome = self._outcome()
         return Step(done=True, logs={**({"stop": outcome.stop} if outcome.stop else {}), **outcome.logs})
 
@@ -155,6 +150,19 @@ class InvertedEpisode:
             self._inversion.run(self._until_asked())
         waiting = self._channel.waiting
         self._request = waiting.popleft() if waiting else None
+        try:
+            if self._request is not None:
+                self._read(self._request)
+        except PluginError as error:
+            self.close()
+            self._failure = str(error)
+
+    def _read(self, request: Request) -> None:
+        """Read the messages of a request. Raises PluginError for content that is not text, and for other tools."""
+        if self._tools is not None and request.tools != self._tools:
+            raise PluginError("it offers other tools than at the beginning of the episode, which is not supported")
+        self._tools, self._messages = request.tools, chat_messages(request.messages, KEYS)
+        self._before, self._seen = self._seen, [message_key(message) for message in request.messages]
 
     async def _until_asked(self) -> None:
         task, channel = self._task, self._channel
@@ -171,23 +179,28 @@ class InvertedEpisode:
 
     def _answer(self, request: Request, action: Action) -> None:
         content, found = read_calls(action.text, request.tools) if request.tools else (action.text, [])
-        calls = [(f"call{self._calls + index:05d}", call) for index, call in enumerate(found)]
         # Servers never send an empty message, and some harnesses take one for a server failure.
-        answer = completion(action, self._actions, content if content or calls else " ", calls)
-        self._calls += len(calls)
+        message: ChatMessage = {"role": "assistant", "content": content if content or found else " "}
+        if found:
+            message["tool_calls"] = [
+                {
+                    "id": f"call{number:05d}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for number, call in enumerate(found, self._calls)
+            ]
+        answer = Completion(message, action, self._actions)
+        self._calls += len(found)
         self._actions += 1
-        key = message_key(answer["choices"][0]["message"])
+        key = message_key(message)
         self._texts[key] = action.text
         self._seen.append(key)
         if not request.completion.done():  # the harness has cancelled it meanwhile
             request.completion.set_result(answer)
 
-    def _next(self, request: Request) -> Step:
-        """Return the policy's next observation. Raises PluginError for content that is not text."""
-        if request.tools != self._tools:
-            raise PluginError("it offers other tools than at the beginning of the episode, which is not supported")
-        before, self._seen = self._seen, [message_key(message) for message in request.messages]
-        messages = chat_messages(request.messages, KEYS)
+    def _next(self) -> Step:
+        messages, before = self._messages, self._before
         if self._seen[: len(before)] == before:
             return Step(tuple(messages[len(before) :]), done=False)
         rewritten = [
@@ -195,10 +208,6 @@ class InvertedEpisode:
             for key, message in zip(self._seen, messages, strict=True)
         ]
         return Step(conversation=rewritten, done=False)
-
-    def _fail(self, error: PluginError) -> None:
-        self.close()
-        self._failure = str(error)
 
     def _outcome(self) -> HarnessResult:
         task = self._task

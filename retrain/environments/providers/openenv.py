@@ -12,7 +12,7 @@ import math
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -39,10 +39,11 @@ from retrain.environments.providers.openenv_forms import (
 )
 from retrain.environments.providers.openenv_server import OpenEnvServer
 from retrain.environments.tools import ToolSchema
-from retrain.environments.tools.calls import Call, answer, parse
+from retrain.environments.tools.calls import answer, parse
 from retrain.errors import PluginError, UsageError, printable
 from retrain.types import Action, Problem, RewardResult
 
+T = TypeVar("T")
 Text = Annotated[str, Field(min_length=1)]
 INVALID_ACTION = "VALIDATION_ERROR"
 """Error code of a server for an invalid action; all other codes mean that the environment is broken."""
@@ -177,6 +178,12 @@ class OpenEnv:
         return httpx.request(method, url, timeout=self.arguments.step_seconds, trust_env=trust_env, **options)
 
 
+class ServerReply(Protocol):
+    observation: object
+    reward: float | None
+    done: bool
+
+
 class OpenEnvEpisode:
     def __init__(self, environment: OpenEnv, url: str, actions: Actions, seed: int):
         self.environment, self.url, self.actions = environment, url, actions
@@ -212,11 +219,9 @@ class OpenEnvEpisode:
         try:
             reply = self._send(self.actions.read(action.text))
         except ValueError as error:
-            reply = str(error)
-        if isinstance(reply, str):
             self.invalid += 1
-            message = {"role": "user", "content": f"{reply} {self.actions.instruction}".strip()}
-            return Step([message], done=False, reward=0.0, metrics={"invalid_actions": 1.0}, logs={"invalid": reply})
+            text = {"role": "user", "content": f"{error} {self.actions.instruction}".strip()}
+            return Step([text], done=False, reward=0.0, metrics={"invalid_actions": 1.0}, logs={"invalid": str(error)})
         reward, metrics = self._reward(reply), self._metrics(reply.observation)
         if reply.done:
             self.close()
@@ -234,12 +239,13 @@ class OpenEnvEpisode:
         found = parse(action.text).items
         messages, rewards, metrics, failures, done = [], list[float](), {}, 0, not found
         for call in found:
-            reply: Any = call
-            if isinstance(call, Call):
+            try:
+                if isinstance(call, str):
+                    raise ValueError(call)
                 reply = self._send({"type": "call_tool", "tool_name": call.name, "arguments": call.arguments})
-            if isinstance(reply, str):
+            except ValueError as error:
                 failures += 1
-                messages.append(answer(call, f"Error: {reply}"))
+                messages.append(answer(call, f"Error: {error}"))
                 continue
             self.called = True
             text, failed = result_of(reply.observation)
@@ -270,7 +276,7 @@ class OpenEnvEpisode:
         with contextlib.suppress(Exception):  # the session has already ended
             self._client.close()
 
-    def _reward(self, reply: Any) -> float | None:
+    def _reward(self, reply: ServerReply) -> float | None:
         """Return the reward of a step, if any, and add it to the episode. Raises PluginError if it is not finite."""
         if reply.reward is None:
             return None
@@ -287,14 +293,13 @@ class OpenEnvEpisode:
         self.numbers.update(numbers)
         return numbers
 
-    def _send(self, action: Mapping[str, object]) -> Any:
-        return self._call(lambda: self._client.step(action), refusal="That is not a valid action.")
+    def _send(self, action: Mapping[str, object]) -> ServerReply:
+        """Send an action. Raises ValueError, with a message for the policy, if the server says that it is invalid."""
+        return self._call(lambda: self._client.step(action), refuses="That is not a valid action.")
 
-    def _call(self, call: Callable[[], Any], refusal: str | None = None) -> Any:
-        """Call the client; return its result, or ``refusal`` if the server says that the action is invalid.
-
-        Raises PluginError, with the server's address, for every other error.
-        """
+    def _call(self, call: Callable[[], T], refuses: str = "") -> T:
+        """Call the client. Raises ValueError with the text ``refuses``, if there is one, if the server says that the
+        action is invalid, and PluginError, with the server's address, for every other error."""
         try:
             return call()
         except TimeoutError as error:
@@ -303,8 +308,8 @@ class OpenEnvEpisode:
         except Exception as error:  # the client passes on exceptions of its sockets
             text = printable(str(error)) or type(error).__name__
             code = re.search(r"\(code: (\w+)\)$", text)
-            if refusal is not None and code is not None and code[1] == INVALID_ACTION:
-                return refusal
+            if refuses and code is not None and code[1] == INVALID_ACTION:
+                raise ValueError(refuses) from error
             # A full server reports it and closes; whether the report is read before is a race.
             is_full = "received 1000" in text if code is None else code[1] == "CAPACITY_REACHED"
             fault = f"the connection to {self.url} is lost" if code is None else f"{self.url} answered with an error"

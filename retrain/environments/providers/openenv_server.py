@@ -32,7 +32,8 @@ class OpenEnvServer:
     the process ends or does not answer."""
 
     def __init__(self, command: Sequence[str], seconds: float, owner: str):
-        port = _free_port()
+        with socket.create_server((HOST, 0)) as probe:
+            port = int(probe.getsockname()[1])
         self.url = f"http://{HOST}:{port}"
         arguments = [word.replace("{port}", str(port)).replace("{host}", HOST) for word in command]
         # A file, not a pipe: a pipe that is not read fills up and blocks the server.
@@ -73,9 +74,3 @@ def _end(process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
     process.kill()
     process.wait()
     output.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

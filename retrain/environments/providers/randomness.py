@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import zlib
-from typing import Any
 
 import numpy.random
 
@@ -18,17 +17,18 @@ class OwnRandomness:
     its progress and restores the previous state. Not reentrant."""
 
     def __init__(self, seed: str):
-        self._python: Any = random.Random(seed).getstate()
-        self._numpy: Any = numpy.random.RandomState(zlib.crc32(seed.encode())).get_state()
-        self._outside: tuple[Any, Any] = (None, None)
+        self._python = random.Random(seed).getstate()
+        self._numpy = numpy.random.RandomState(zlib.crc32(seed.encode())).get_state()
 
     def __enter__(self) -> OwnRandomness:
-        self._outside = random.getstate(), numpy.random.get_state()
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
+        self._exchange()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._python, self._numpy = random.getstate(), numpy.random.get_state()
-        random.setstate(self._outside[0])
-        numpy.random.set_state(self._outside[1])
+        self._exchange()
+
+    def _exchange(self) -> None:
+        python, self._python = self._python, random.getstate()
+        outside, self._numpy = self._numpy, numpy.random.get_state()
+        random.setstate(python)
+        numpy.random.set_state(outside)

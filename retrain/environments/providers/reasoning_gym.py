@@ -9,16 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from functools import cached_property
+from itertools import count
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from retrain.environments.arguments import did_you_mean, imported, refuse_unknown, validated
 from retrain.environments.protocol import Observation, Range, Step
-from retrain.environments.providers.reasoning_gym_tasks import FULL, Task, TaskWorker, entry_of, score
+from retrain.environments.providers.reasoning_gym_tasks import (
+    FULL,
+    DataSet,
+    DataSetCheck,
+    Task,
+    carried,
+    checked,
+    entry_of,
+    score,
+)
 from retrain.errors import DataError, UsageError
 from retrain.plugins import described
 from retrain.rewards.base import failed
@@ -45,14 +55,6 @@ class MixturePart(BaseModel):
     config: dict[str, object] = {}
 
 
-class DataSetCheck(NamedTuple):
-    """Result of checking a data set. ``reason``: why it must not be trained on, or ""; ``seconds``: duration."""
-
-    name: str
-    reason: str
-    seconds: float
-
-
 class ReasoningGym:
     """Problems of one data set (``id = "chain_sum"``, its config as arguments), of several data sets by name, or of a
     list of ``{name, weight, config}``, drawn by weight.
@@ -73,12 +75,15 @@ class ReasoningGym:
         self.parts = _parts(id, arguments)
         total = self.size + self.heldout
         self._tasks = {part.name: Task(part.name, self.seed, total, part.config) for part in self.parts}
-        self._datasets = {name: _dataset(task) for name, task in self._tasks.items()}
-        self._drawn: list[Problem] | None = None
+        self._datasets: dict[str, DataSet] = {}
+        for name, task in self._tasks.items():
+            try:
+                self._datasets[name] = task.dataset()
+            except Exception as error:
+                reason = str(error) or type(error).__name__
+                raise UsageError(f"{OWNER}: {name} does not take this config: {reason}") from error
 
     def problems(self, split: str) -> Sequence[Problem]:
-        if self._drawn is None:
-            self._drawn = self._draw()
         held = self._drawn[: self.heldout]
         if split != "train":
             return held
@@ -106,23 +111,23 @@ class ReasoningGym:
             value, correct=value >= FULL, tags=problem.tags, sample_metrics={"answer_tags": float(answer is not None)}
         )
 
-    def _draw(self) -> list[Problem]:
+    @cached_property
+    def _drawn(self) -> list[Problem]:
         names, weights = [part.name for part in self.parts], [part.weight for part in self.parts]
         drawn = random.Random(self.seed).choices(names, weights, k=self.size + self.heldout)
-        entries: dict[str, list[tuple[str, str, str]]] = {}
-        with TaskWorker() as worker:
-            faults = {name: worker.check(task, CHECK_SECONDS) for name, task in self._tasks.items()}
-            if refused := [f"{name} ({fault})" for name, fault in faults.items() if fault]:
-                raise DataError(f"{OWNER}: nothing can be learned from {'; '.join(refused)}: take other data sets")
-            for name, task in self._tasks.items():
-                try:
-                    entries[name] = worker.entries(task, range(drawn.count(name)))
-                except ValueError as error:
-                    raise DataError(f"{OWNER}: problems of {name} cannot be made: {error}") from None
-        problems, remaining = [], {name: enumerate(made) for name, made in entries.items()}
+        checks = checked(self._tasks.values(), CHECK_SECONDS)
+        if refused := [f"{name} ({reason})" for name, reason, _ in checks if reason]:
+            raise DataError(f"{OWNER}: nothing can be learned from {'; '.join(refused)}: take other data sets")
+        problems, numbers = [], {name: count() for name in self._tasks}
+        datasets = {name: task.dataset() for name, task in self._tasks.items()}
         for name in drawn:
-            index, (question, answer, carried) = next(remaining[name])
-            facts = {"task": name, "index": index, "entry": carried}
+            index = next(numbers[name])
+            try:
+                entry = self._tasks[name].entry(datasets[name], index)
+                facts = {"task": name, "index": index, "entry": carried(entry)}
+            except Exception as error:
+                raise DataError(f"{OWNER}: problems of {name} cannot be made: {described(error)}") from None
+            question, answer = str(entry["question"]), str(entry["answer"])
             problems.append(Problem(f"{name}/{self.seed}/{index}", question, answer, (name,), facts))
         return problems
 
@@ -149,13 +154,7 @@ def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Dat
     an unknown name, MissingExtra without reasoning-gym."""
     for name in names or ():
         _require_known(name)
-    outcome = []
-    with TaskWorker() as worker:
-        for name in data_sets() if names is None else names:
-            begin = time.monotonic()
-            fault = worker.check(Task(name, 0, 100, {}), seconds)
-            outcome.append(DataSetCheck(name, fault, time.monotonic() - begin))
-    return outcome
+    return checked([Task(name, 0, 100, {}) for name in (data_sets() if names is None else names)], seconds)
 
 
 def data_sets() -> list[str]:
@@ -167,14 +166,6 @@ def data_sets() -> list[str]:
 def _require_known(name: str) -> None:
     if name not in (known := data_sets()):
         raise UsageError(f"{OWNER} has no data set {name!r}{did_you_mean(name, known)}")
-
-
-def _dataset(task: Task) -> Any:
-    try:
-        return task.dataset()
-    except Exception as error:
-        reason = str(error) or type(error).__name__
-        raise UsageError(f"{OWNER}: {task.name} does not take this config: {reason}") from error
 
 
 def _parts(id: object, config: Mapping[str, object]) -> list[MixturePart]:

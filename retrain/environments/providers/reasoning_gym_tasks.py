@@ -1,8 +1,8 @@
-"""Generate reasoning-gym's problems in a worker process, and check its tasks before training.
+"""Generate reasoning-gym's problems, and check its tasks in a worker process before training.
 
 Some tasks draw from global generators or iterate over sets, so that a seed gives other problems in another process.
-Here the generators are seeded for each problem, and worker processes have a fixed hash seed: so all tasks are
-reproducible. A task that hangs costs only its time limit.
+Here the generators are seeded for each problem, and worker processes, in which environments run too, have a fixed hash
+seed: so all tasks are reproducible. A task that hangs costs only its time limit.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import resource
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from retrain.environments.arguments import imported
 from retrain.environments.providers.randomness import OwnRandomness
@@ -27,8 +28,12 @@ INSTANCES = 8  # Problems of each task that a check generates, twice
 FULL = 1 - 1e-6  # Minimum score that a task must give to its reference answer
 LOW = 0.5  # Score that a nonsense answer must stay below
 NONSENSE = ("zzz", "", "zzz " * 2000)
-ENTRIES_SECONDS = 600.0  # Time limit for the entries of a job
-PAGE = 200  # Entries per job
+
+
+class DataSet(Protocol):
+    def __getitem__(self, index: int) -> object: ...
+
+    def score_answer(self, answer: str, entry: Mapping[str, object]) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,13 @@ class Task:
     size: int
     config: Mapping[str, object]
 
-    def dataset(self) -> Any:
+    def dataset(self) -> DataSet:
         """Construct the library's data set. Raises the library's own exceptions for an invalid config."""
         with OwnRandomness(f"{self.name}/{self.seed}"):
             gym = imported("reasoning_gym", "an environment of reasoning-gym")
             return gym.create_dataset(self.name, seed=self.seed, size=self.size, **self.config)
 
-    def entry(self, dataset: Any, index: int) -> dict[str, object]:
+    def entry(self, dataset: DataSet, index: int) -> dict[str, object]:
         with OwnRandomness(f"{self.name}/{self.seed}/{index}"):
             return _plain(dataset[index])
 
@@ -64,7 +69,7 @@ def entry_of(text: str) -> dict[str, object]:
     return ast.literal_eval(text)
 
 
-def score(dataset: Any, answer: str, entry: Mapping[str, object]) -> float:
+def score(dataset: DataSet, answer: str, entry: Mapping[str, object]) -> float:
     """Return the task's score of an answer. Raises the scorer's exceptions, and ValueError outside [0, 1]."""
     with OwnRandomness("score"):
         value = float(dataset.score_answer(answer, entry))
@@ -97,7 +102,7 @@ def fault_of(task: Task) -> str:
     return next(filter(None, faults), "")
 
 
-def _scoring_fault(dataset: Any, entry: Mapping[str, object], own_answer: str) -> str:
+def _scoring_fault(dataset: DataSet, entry: Mapping[str, object], own_answer: str) -> str:
     try:
         held = entry_of(carried(entry))
     except ValueError as error:
@@ -134,47 +139,29 @@ def _plain(value: Any) -> Any:
     return next((kind(value) for kind in (str, float) if isinstance(value, kind)), value)
 
 
-def serve() -> Callable[[tuple[Task, Sequence[int] | None]], object]:
+def serve() -> Callable[[Task], str]:
     imported("reasoning_gym", "an environment of reasoning-gym")
-    return _reply
+    return lambda task: printable(fault_of(task))
 
 
-def _reply(job: tuple[Task, Sequence[int] | None]) -> object:
-    task, indices = job
-    if indices is None:
-        return printable(fault_of(task))
-    dataset = task.dataset()
-    entries = [task.entry(dataset, index) for index in indices]
-    return [(entry["question"], entry["answer"], carried(entry)) for entry in entries]
+class DataSetCheck(NamedTuple):
+    """Result of checking a data set. ``reason``: why it must not be trained on, or ""; ``seconds``: duration."""
+
+    name: str
+    reason: str
+    seconds: float
 
 
-class TaskWorker:
-    def __init__(self) -> None:
-        self._pool = WorkerPool(
-            f"{__name__}:serve",
-            {},
-            workers=1,
-            limits=WorkerLimits(ENTRIES_SECONDS, resource.getrlimit(resource.RLIMIT_DATA)[0]),
-            subject="the data set",
-        )
-
-    def check(self, task: Task, seconds: float) -> str:
-        """Return ``fault_of`` for the task; exceeding ``seconds`` or ending the process is a fault too."""
-        (reply,) = self._pool.map([(task, None)], seconds)
-        return f"it takes longer than {seconds:g} s" if reply.kind == "timeout" else reply.error or reply.value
-
-    def entries(self, task: Task, indices: Sequence[int]) -> list[tuple[str, str, str]]:
-        """Return (question, answer, ``carried`` entry) of these problems. Raises ValueError if that fails."""
-        entries: list[tuple[str, str, str]] = []
-        for begin in range(0, len(indices), PAGE):
-            (reply,) = self._pool.map([(task, list(indices[begin : begin + PAGE]))])
-            if reply.error is not None:
-                raise ValueError(reply.error)
-            entries += [(question, answer, entry) for question, answer, entry in reply.value]
-        return entries
-
-    def __enter__(self) -> TaskWorker:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._pool.close()
+def checked(tasks: Iterable[Task], seconds: float) -> list[DataSetCheck]:
+    """Check tasks in a worker process. Exceeding ``seconds``, or ending the process, is a fault of a task too."""
+    limits = WorkerLimits(seconds, resource.getrlimit(resource.RLIMIT_DATA)[0])
+    checks = []
+    with contextlib.closing(
+        WorkerPool(f"{__name__}:serve", {}, workers=1, limits=limits, subject="the data set")
+    ) as pool:
+        for task in tasks:
+            begin = time.monotonic()
+            (reply,) = pool.map([task])
+            late = f"it takes longer than {seconds:g} s" if reply.kind == "timeout" else None
+            checks.append(DataSetCheck(task.name, late or reply.error or reply.value, time.monotonic() - begin))
+    return checks

@@ -11,12 +11,13 @@ Methods may be async or not.
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from retrain.environments.arguments import refuse_unknown, validated
-from retrain.environments.providers.styles_cookbook import Cookbook, DatasetProblems, SeededProblems
+from retrain.environments.providers.styles_cookbook import HELD_OUT, Cookbook, dataset_builders
 from retrain.environments.providers.styles_graded import GradedEnvironment, Run
 from retrain.errors import PluginError, UsageError
 
@@ -59,50 +60,52 @@ def adapt(written: Callable[..., object], args: Mapping[str, object], run: Run) 
     train, test = made if isinstance(made, tuple | list) and len(made) == 2 else (made, None)
     own_heldout = f"{owner}, which has held-out problems of its own,"
     refuse_unknown(split, ("heldout",) if test is None else (), owner if test is None else own_heldout)
-    return _of_data_sets(train, test, numbers.heldout if "heldout" in split else None, owner, run)
-
-
-def _seeded(written: type, arguments: Mapping[str, object], numbers: Split, owner: str, run: Run) -> Cookbook:
-    """Return the environment of a class whose objects are episodes and whose problems are the seeds they take."""
-    if "seed" not in inspect.signature(written).parameters:
-        raise PluginError(
-            f"{owner} is one episode (initial_observation and step) and takes no seed, so that there is but one "
-            "problem: give a data set with get_batch and __len__, or let __init__ take a seed"
-        )
-    _check(written, {**arguments, "seed": 0})
-    return Cookbook(SeededProblems(written, arguments, numbers.size, numbers.heldout), owner, run)
-
-
-def _of_data_sets(train: Any, test: Any, heldout: int | None, owner: str, run: Run) -> Any:
-    """Return the environment of a data set ``train`` and, unless None, a data set ``test`` to hold out."""
+    heldout = numbers.heldout if "heldout" in split else None
     if _has(train, "load_dataset", "compute_reward"):
         return GradedEnvironment(train, owner, run, heldout)
     if _has(train, "make_envs"):
         raise PluginError(f"{owner} is one problem (make_envs): give a data set of them, with get_batch and __len__")
     if not all(_is_dataset(each) for each in (train, test) if each is not None):
         raise PluginError(f"{owner} is no environment: it has none of {PAIRS}")
-    return Cookbook(DatasetProblems(train, test, heldout, owner), owner, run)
+    return Cookbook(train, dataset_builders(train, test, heldout, owner), owner, run)
+
+
+def _seeded(
+    written: Callable[..., object], arguments: Mapping[str, object], split: Split, owner: str, run: Run
+) -> Cookbook:
+    """Return the environment of a class whose objects are episodes and whose problems are the seeds they take; the
+    first seeds are held out."""
+    if "seed" not in inspect.signature(written).parameters:
+        raise PluginError(
+            f"{owner} is one episode (initial_observation and step) and takes no seed, so that there is but one "
+            "problem: give a data set with get_batch and __len__, or let __init__ take a seed"
+        )
+    _check(written, {**arguments, "seed": 0})
+    heldout, total = split.heldout, split.heldout + split.size
+    seeds = {HELD_OUT: range(heldout), "train": range(heldout, total)}
+
+    def builder(seed: int) -> SimpleNamespace:
+        return SimpleNamespace(make_envs=lambda: [written(**arguments, seed=seed)])
+
+    builders = {part: {seed: builder(seed) for seed in numbers} for part, numbers in seeds.items()}
+    return Cookbook(written, builders.__getitem__, owner, run)
 
 
 def _check(written: Callable[..., object], arguments: Mapping[str, object]) -> None:
     try:
-        signature = inspect.signature(written)
-    except ValueError:  # a class without a signature
-        return
-    try:
-        signature.bind(**arguments)
+        inspect.signature(written).bind(**arguments)
     except TypeError as error:
         raise UsageError(f"[environment] args: {error}") from None
 
 
-def _has(made: Any, *methods: str) -> bool:
+def _has(made: object, *methods: str) -> bool:
     return all(callable(getattr(made, name, None)) for name in methods)
 
 
-def _is_dataset(made: Any) -> bool:
+def _is_dataset(made: object) -> bool:
     return _has(made, "get_batch") and hasattr(type(made), "__len__")
 
 
-def _is_builder(made: Any) -> bool:
+def _is_builder(made: object) -> bool:
     known = _has(made, "start") or _has(made, "load_dataset") or _is_dataset(made)
     return callable(made) and not known and not inspect.isclass(made) and not inspect.isroutine(made)

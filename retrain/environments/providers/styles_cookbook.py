@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,63 +26,42 @@ from retrain.rewards.base import failed
 from retrain.types import Action, Message, Problem, RewardResult
 
 HELD_OUT = "held out"
+Builders = Callable[[str], Mapping[int, Any]]  # Builders of "train" or HELD_OUT by the number of their problem
 
 
-class DatasetProblems:
-    """Builders in the batches of a data set. Held out are those of ``test``; if None, the last ``heldout``."""
+def dataset_builders(train: Any, test: Any, heldout: int | None, owner: str) -> Builders:
+    """Return the builders in the batches of data sets. Held out are those of ``test``; if None, the last ``heldout`` of
+    ``train``."""
+    sources = {"train": train, HELD_OUT: train if test is None else test}
 
-    def __init__(self, train: Any, test: Any, heldout: int | None, owner: str):
-        self.written, self._heldout, self._owner = train, heldout, owner
-        self._datasets = {"train": train, HELD_OUT: train if test is None else test}
-        self._is_shared = test is None
-        self._builders: dict[str, list[Any]] = {}
+    @cache
+    def builders(split: str) -> Mapping[int, Any]:
+        source = sources[split]
+        made = [builder for batch in range(len(source)) for builder in source.get_batch(batch)]
+        numbers = numbers_of(split, len(made), heldout, owner) if test is None else range(len(made))
+        return {number: made[number] for number in numbers}
 
-    def numbers(self, split: str) -> Sequence[int]:
-        total = len(self._all(split))
-        return numbers_of(split, total, self._heldout, self._owner) if self._is_shared else range(total)
-
-    def made(self, split: str, number: int, run: Run) -> tuple[Any, Any]:
-        builder = self._all(split)[number]
-        environments = run(builder.make_envs())
-        if not environments:
-            raise PluginError(f"{self._owner}: make_envs() made no environment")
-        return environments[0], builder
-
-    def _all(self, split: str) -> list[Any]:
-        if split not in self._builders:
-            source = self._datasets[split]
-            self._builders[split] = [builder for batch in range(len(source)) for builder in source.get_batch(batch)]
-        return self._builders[split]
-
-
-class SeededProblems:
-    """Class whose objects are episodes and whose problems are seeds; the first ``heldout`` seeds are held out."""
-
-    def __init__(self, written: Any, arguments: Mapping[str, object], size: int, heldout: int):
-        self.written, self._arguments, self._size, self._heldout = written, arguments, size, heldout
-
-    def numbers(self, split: str) -> Sequence[int]:
-        return range(self._heldout, self._heldout + self._size) if split == "train" else range(self._heldout)
-
-    def made(self, split: str, number: int, run: Run) -> tuple[Any, Any]:
-        return self.written(**self._arguments, seed=number), None
+    return builders
 
 
 class Cookbook(AdaptedEnvironment):
-    def __init__(self, source: DatasetProblems | SeededProblems, owner: str, run: Run):
-        super().__init__(source.written, owner, run)
-        self.source = source
+    def __init__(self, written: object, builders: Builders, owner: str, run: Run):
+        super().__init__(written, owner, run)
+        self.builders = builders
 
     def problems(self, split: str) -> Sequence[Problem]:
         where = "train" if split == "train" else HELD_OUT
         return [
             Problem(f"{where}/{number}", f"{where} problem {number}", "", (), {"split": where, "number": number})
-            for number in self.source.numbers(where)
+            for number in self.builders(where)
         ]
 
     def start(self, problem: Problem, seed: int) -> CookbookEpisode:
-        made, builder = self.source.made(problem.metadata["split"], problem.metadata["number"], self.run)
-        return CookbookEpisode(made, builder, self.owner, self.run)
+        builder = self.builders(problem.metadata["split"])[problem.metadata["number"]]
+        environments = self.run(builder.make_envs())
+        if not environments:
+            raise PluginError(f"{self.owner}: make_envs() made no environment")
+        return CookbookEpisode(environments[0], builder, self.owner, self.run)
 
 
 class CookbookEpisode:
@@ -189,5 +169,5 @@ class CookbookEpisode:
         raise PluginError(f"{self.owner}: an observation is {type(observation).__name__}, not messages, text or tokens")
 
 
-def _is_tokens(observation: Any) -> bool:
+def _is_tokens(observation: object) -> bool:
     return callable(getattr(observation, "to_ints", None))

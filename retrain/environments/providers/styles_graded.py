@@ -9,9 +9,9 @@ and ``metrics_ranges`` are the ranges. https://github.com/eduardoslonski/telesco
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +23,13 @@ from retrain.rewards.base import checked, failed
 from retrain.types import Action, Message, Problem, RewardResult
 
 chat = partial(chat_messages, separator="")  # Joins the text parts of a message without separator
-Run = Callable[[Any], Any]  # Returns its argument, awaited if it is awaitable
+Run = Callable[[object], Any]  # Returns its argument, awaited if it is awaitable
 
 
 class AdaptedEnvironment:
     """Base of environments in another trainer's style; ``written`` may declare ranges and ``exact``."""
 
-    def __init__(self, written: Any, owner: str, run: Run):
+    def __init__(self, written: object, owner: str, run: Run):
         self.owner, self.run, self.exact = owner, run, bool(getattr(written, "exact", False))
         self.reward_min, self.reward_max = getattr(written, "reward_min", None), getattr(written, "reward_max", None)
         self.metrics_ranges = getattr(written, "metrics_ranges", None) or {}
@@ -72,26 +72,22 @@ class GradedEnvironment(AdaptedEnvironment):
         self.made, self.heldout = made, heldout
         if getattr(made, "_name", "") is None:  # Telescope's loader names environments, and their states read the name
             made._name = type(made).__name__
-        self._samples: list[Any] = []
 
     def problems(self, split: str) -> Sequence[Problem]:
-        samples = self._loaded()
+        samples = self.samples
         return [_problem(samples[at], at) for at in numbers_of(split, len(samples), self.heldout, self.owner)]
 
     def start(self, problem: Problem, seed: int) -> GradedEpisode:
-        return GradedEpisode(self.made, self._loaded()[int(problem.metadata["index"])], self.owner, self.run)
+        return GradedEpisode(self.made, self.samples[int(problem.metadata["index"])], self.owner, self.run)
 
-    def _loaded(self) -> list[Any]:
-        if not self._samples:
-            samples = list(self.run(self.made.load_dataset()))
-            if len(samples) < 2:
-                raise DataError(
-                    f"{self.owner}: load_dataset() returned {len(samples)} samples; two at least are needed"
-                )
-            if wrong := next((sample for sample in samples if not hasattr(sample, "prompt")), None):
-                raise DataError(f"{self.owner}: a sample of load_dataset() is {type(wrong).__name__}, without a prompt")
-            self._samples = samples
-        return self._samples
+    @cached_property
+    def samples(self) -> list[Any]:
+        samples = list(self.run(self.made.load_dataset()))
+        if len(samples) < 2:
+            raise DataError(f"{self.owner}: load_dataset() returned {len(samples)} samples; two at least are needed")
+        if wrong := next((sample for sample in samples if not hasattr(sample, "prompt")), None):
+            raise DataError(f"{self.owner}: a sample of load_dataset() is {type(wrong).__name__}, without a prompt")
+        return samples
 
 
 def _problem(sample: Any, index: int) -> Problem:
@@ -175,7 +171,7 @@ class GradedEpisode:
                 reward = self.run(self.made.compute_reward(text, self.sample))
             result = checked(_reward_result(reward))
             if self._has("get_tool_metrics"):
-                used: Mapping[Any, Any] = self.run(self.made.get_tool_metrics(self.state))
+                used = self.run(self.made.get_tool_metrics(self.state))
                 result.sample_metrics = {**{str(k): float(v) for k, v in used.items()}, **result.sample_metrics}
         except Exception as error:
             return failed(described(error))

@@ -115,23 +115,20 @@ class Verifiers:
         if which not in self._libraries:
             args = self._args | (dict(self._heldout_args or {}) if which == "heldout" else {})
             with OwnRandomness(LOADING_SEED):
-                self._libraries[which] = load(self.id, args, self._env, self._inversion, self._train)
+                self._libraries[which] = self._load(args)
         return self._libraries[which]
 
-
-def load(
-    id: str, args: Mapping[str, object], env: Mapping[str, object], inversion: Inversion, train: int | None
-) -> Classic | Tasksets:
-    v1 = importlib.util.find_spec("verifiers.v1") is not None and hasattr(
-        importlib.import_module("verifiers.v1"), "taskset_config_type"
-    )
-    try:
-        if v1 and is_taskset(id):
-            return Tasksets(id, args, env, inversion, train)
-        return Classic(id, args, env, inversion)
-    except RetrainError:
-        raise
-    except Exception as error:  # any exception of the environment's code
-        cause = error.__cause__
-        hidden = f"; {described(cause)}" if cause is not None and str(cause) not in str(error) else ""
-        raise DataError(f"environment {id} cannot be loaded: {described(error)}{hidden}") from error
+    def _load(self, args: Mapping[str, object]) -> Classic | Tasksets:
+        v1 = importlib.util.find_spec("verifiers.v1") is not None and hasattr(
+            importlib.import_module("verifiers.v1"), "taskset_config_type"
+        )
+        try:
+            if v1 and is_taskset(self.id):
+                return Tasksets(self.id, args, self._env, self._inversion, self._train)
+            return Classic(self.id, args, self._env, self._inversion)
+        except RetrainError:
+            raise
+        except Exception as error:  # any exception of the environment's code
+            cause = error.__cause__
+            hidden = f"; {described(cause)}" if cause is not None and str(cause) not in str(error) else ""
+            raise DataError(f"environment {self.id} cannot be loaded: {described(error)}{hidden}") from error

@@ -22,7 +22,7 @@ PROMISE = 3600.0 * 24 * 7  # Seconds that the client waits for an answer: sampli
 
 class Classic:
     def __init__(self, id: str, args: Mapping[str, object], env: Mapping[str, object], inversion: Inversion):
-        vf: Any = importlib.import_module("verifiers")
+        vf = importlib.import_module("verifiers")
         if env:
             raise UsageError(f"env is for tasksets of verifiers.v1, and {id} is none: give its arguments in args")
         if not hasattr(vf, "load_environment"):
@@ -31,7 +31,7 @@ class Classic:
                 f"older: pip install 'verifiers<={LAST_WITH}', in a virtual environment of its own if need be"
             )
         with _signals_kept():
-            self.environment: Any = vf.load_environment(id, **args)
+            self.environment = vf.load_environment(id, **args)
         if getattr(self.environment, "requires_group_rollouts", False):
             raise UsageError(
                 f"environment {id} grades the rollouts of a group together, which is not supported: they are graded in "
@@ -40,8 +40,8 @@ class Classic:
         self._id, self._inversion = id, inversion
         self._weights = _weights_of(self.environment.rubric)
         root = vf.load_environment.__module__.partition(".utils")[0]
-        self._clients: Any = importlib.import_module(f"{root}.clients")
-        self._config: Any = importlib.import_module(f"{root}.types").ClientConfig
+        self._clients = importlib.import_module(f"{root}.clients")
+        self._config = importlib.import_module(f"{root}.types").ClientConfig
         logger = logging.getLogger("verifiers")
         if not any(isinstance(handler, _Hearing) for handler in logger.handlers):
             logger.addHandler(_Hearing(logging.ERROR))

@@ -11,12 +11,12 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 from retrain.environments.providers.endpoint import Channel
 from retrain.environments.providers.inversion import HarnessResult, Inversion, Lead
-from retrain.environments.providers.messages import text_of
+from retrain.environments.providers.messages import chat_messages
 from retrain.environments.providers.verifiers_rows import UNSET_KEY, TaskRow, digest
 from retrain.errors import UsageError
 from retrain.plugins import described
@@ -41,7 +41,7 @@ class Trace(Protocol):
 
 def is_taskset(id: str) -> bool:
     """Return whether the module named by ``id`` exports a taskset. Exceptions of its import pass through."""
-    loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
+    loaders = importlib.import_module("verifiers.v1.utils.loaders")
     name = _module(id)
     if "." in name:
         # The library looks for <its tasksets>.<name> first, which raises where the name has a dot: it finds the module
@@ -74,7 +74,7 @@ class Tasksets:
             raise UsageError(
                 f"taskset {id} needs verifiers {FIRST_WITH} or newer: pip install 'verifiers>={FIRST_WITH}'"
             )
-        vf: Any = importlib.import_module("verifiers.v1")
+        vf = importlib.import_module("verifiers.v1")
         sys.modules.setdefault(
             CHAT_LOOP.replace("-", "_"), importlib.import_module("retrain.environments.providers.chat_loop")
         )
@@ -82,71 +82,69 @@ class Tasksets:
         _let_servers_import(vf.import_taskset(id))
         config = {"taskset": {"id": id, **args}, **env}
         self._seat(vf, config)
-        self.environment: Any = vf.load_environment(vf.resolve_env_config(config))
+        self.environment = vf.load_environment(vf.resolve_env_config(config))
         self._check_runs(vf)
         client = vf.EvalClientConfig(base_url=inversion.endpoint.session_url, api_key_var=UNSET_KEY)
         self._context = vf.ModelContext(model="policy", client=client)
-        self._tasks: list[Any] | None = None
         inversion.hold(self.environment.serving())
 
     def rows(self, part: str) -> Sequence[TaskRow]:
         if part == "eval":
             return []
         rows = []
-        for task in self._loaded():
+        for task in self._tasks:
             data = task.data
             prompt = data.prompt
             if prompt is None:  # the environment opens the conversation
                 prompt = data.description or data.name or f"{self._id}, task {len(rows)}"
-            opening = [("system", data.system_prompt)] if data.system_prompt else []
+            opening = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
             if isinstance(prompt, str):
-                opening.append(("user", prompt))
+                opening.append({"role": "user", "content": prompt})
             else:
-                opening += [(message.role, text_of(message.content, placeholders=True)) for message in prompt]
-            messages = tuple({"role": role, "content": content} for role, content in opening)
+                opening += [message.model_dump() for message in prompt]
+            messages = tuple(chat_messages(opening, placeholders=True))
             answer = getattr(data, "answer", None)
             hashed = digest(data.model_dump(mode="json", exclude={"idx"}))
             rows.append(TaskRow(messages, "" if answer is None else str(answer), (), hashed))
         return rows
 
     def lead(self, part: str, index: int) -> Lead:
-        task = self._loaded()[index]
+        task = self._tasks[index]
 
         async def lead(channel: Channel) -> HarnessResult:
-            channels, names, current = self._inversion.endpoint.channels, [], list[str]()
-            failed: list[str] = []
+            channels, current, failed = self._inversion.endpoint.channels, list[str](), list[str]()
             _failed.set(failed)
 
             def begun(trace: Trace) -> None:
                 current.append(trace.id)
-                if len(current) > 1:  # a retry has replaced the run
+                if len(current) > 1:  # of a retry, the first run is discarded before
                     raise RuntimeError(self._several_runs("a second time"))
-                names.append(trace.id)
                 channels[trace.id] = channel
 
             def discarded(trace: Trace) -> None:
                 current.remove(trace.id)
+                channels.pop(trace.id, None)
 
             try:
                 episode = await self.environment.run_episode(task, self._context, on_trace=begun, on_discard=discarded)
             finally:
-                for name in names:
+                for name in current:
                     channels.pop(name, None)
             return _outcome(episode, failed)
 
         return lead
 
-    def _loaded(self) -> list[Any]:
-        if self._tasks is None:
-            taskset = self.environment.taskset
-            if not taskset.bounded and self._train is None:
-                raise UsageError(f"taskset {self._id} is endless: say in train how many of its problems to use")
-            self._tasks = list(taskset if taskset.bounded else itertools.islice(taskset, self._train))
-            for task in self._tasks:
-                task.hooks = functools.partial(_tolerant_hooks, task.hooks)
-        return self._tasks
+    @functools.cached_property
+    def _tasks(self) -> list[Any]:
+        taskset = self.environment.taskset
+        if not taskset.bounded and self._train is None:
+            raise UsageError(f"taskset {self._id} is endless: say in train how many of its problems to use")
+        tasks = list(taskset if taskset.bounded else itertools.islice(taskset, self._train))
+        for task in tasks:
+            task.hooks = functools.partial(_tolerant_hooks, task.hooks)
+        return tasks
 
-    def _check_runs(self, vf: Any) -> None:
+    def _check_runs(self, vf: ModuleType) -> None:
         if type(self.environment).run is vf.SingleAgentEnv.run:
             return
         task = next(iter(self.environment.taskset), None)
@@ -162,7 +160,7 @@ class Tasksets:
             "run is one rollout. Choose an environment that runs one agent once (env.id), or leave env out"
         )
 
-    def _seat(self, vf: Any, config: dict[str, Any]) -> None:
+    def _seat(self, vf: ModuleType, config: dict[str, Any]) -> None:
         """Assign the policy to an agent of the environment, and give agents without a runtime or harness local ones."""
         kind = vf.env_config_type(self._id, config.get("id", ""))
         seats = {
@@ -204,12 +202,11 @@ def _module(id: str) -> str:
 def _tolerant_hooks(hooks: Callable[[str], list[Hook]], kind: str) -> list[Hook]:
     """Return a task's hooks of a kind, wrapped so that a metric, or a reward of weight 0, that raises is left out and
     does not change the reward."""
-    wrapped = hooks(kind)
-    if kind == "metric":
-        return [_tolerant(hook) for hook in wrapped]
-    if kind == "reward":
-        return [hook if getattr(hook, "_vf_weight", 1.0) else _tolerant(hook) for hook in wrapped]
-    return wrapped
+
+    def decides(hook: Hook) -> bool:
+        return kind == "stop" or (kind == "reward" and bool(getattr(hook, "_vf_weight", 1.0)))
+
+    return [hook if decides(hook) else _tolerant(hook) for hook in hooks(kind)]
 
 
 def _tolerant(hook: Hook) -> Hook:
@@ -256,23 +253,13 @@ def _outcome(episode: Any, failed_metrics: Sequence[str] = ()) -> HarnessResult:
 # is executed with agents that answer nothing.
 
 
-class _Silence:
-    def __init__(self, vf: Any, trace: Any):
-        self.trace, self._end = trace, vf.Segment(messages=[], terminated=True)
-
-    async def turn(self, *message: Any) -> Any:
-        return self._end
-
-    send = steer = turn
-
-
 class _SilentAgent:
     trainable = True
 
-    def __init__(self, vf: Any, config: Any, counted: list[Any]):
+    def __init__(self, vf: ModuleType, config: object, counted: list[object]):
         self._vf, self.config, self._counted = vf, config, counted
 
-    async def _trace(self, task: Any) -> Any:
+    async def run(self, task: Any, **options: object) -> object:
         await asyncio.sleep(0)  # lets the rehearsal end here even if the environment keeps asking
         if len(self._counted) == MOST_RUNS:
             raise RuntimeError("enough has been seen")
@@ -281,18 +268,18 @@ class _SilentAgent:
         info = importlib.import_module("verifiers.v1.trace").AgentInfo(config=self.config)
         return self._vf.Trace(task=about, agent=info, is_completed=True, ok=True)
 
-    async def run(self, task: Any, **options: Any) -> Any:
-        return await self._trace(task)
-
     @asynccontextmanager
-    async def interaction(self, task: Any, **options: Any) -> AsyncIterator[_Silence]:
-        yield _Silence(self._vf, await self._trace(task))
+    async def interaction(self, task: object, **options: object) -> AsyncIterator[SimpleNamespace]:
+        async def turn(*message: object) -> object:
+            return self._vf.Segment(messages=[], terminated=True)
+
+        yield SimpleNamespace(trace=await self.run(task), turn=turn, send=turn, steer=turn)
 
 
-async def runs_of_an_episode(vf: Any, environment: Any, task: Any) -> int:
+async def runs_of_an_episode(vf: ModuleType, environment: Any, task: object) -> int:
     """Return how often agents run in one episode of ``task`` if they answer nothing. An exception of the environment,
     or the time limit, ends this rehearsal; the runs before that count."""
-    counted: list[Any] = []
+    counted: list[object] = []
     agents = vf.Agents(environment.config, lambda name, config: _SilentAgent(vf, config, counted))
     with suppress(Exception):
         async with asyncio.timeout(LONGEST_S):

@@ -127,7 +127,7 @@ def parse(text: str) -> ParsedMessage:
             calls.append(_fault(str(error), _form(opener, _Cursor(cursor.text, begin).skip())))
             cursor.at = _beyond_fault(opener, cursor.text, begin)
     remainder = "".join([*rest, cursor.text[cursor.at :]]).strip()
-    if not calls and (calls := _bare(remainder) or _nearly(remainder)):
+    if not calls and (calls := _bare(remainder, reports=True)):
         remainder = ""
     return ParsedMessage(_bounded(calls), remainder)
 
@@ -339,15 +339,17 @@ _READERS: dict[str, Callable[[_Cursor], list[Call | str]]] = {
 }
 
 
-def _bare(text: str) -> list[Call | str]:
-    """Return the calls of a text that consists only of calls, without an opening tag; [] for any other text."""
+def _bare(text: str, reports: bool = False) -> list[Call | str]:
+    """Return the calls of a text that consists only of calls, without an opening tag; [] for any other text. With
+    ``reports``, return a fault for a text that begins like a call but is not JSON."""
     text = _without_end_tokens(text.lstrip())
     try:
         if not text.startswith(("{", "[")):
             return _named_sequence(_Cursor(text))
         values = _sequence(text)
-    except _MalformedCall:
-        return []
+    except _MalformedCall as error:
+        form = LLAMA if '"parameters"' in text[:500] else JSON_FORM
+        return [_fault(str(error), form)] if reports and _NEARLY.match(text) else []
     items = values[0] if len(values) == 1 and isinstance(values[0], list) else values
     objects = [item for item in items if isinstance(item, dict)]
     if len(objects) < len(items) or not any(map(_looks_like_a_call, objects)):
@@ -364,16 +366,6 @@ def _named_sequence(cursor: _Cursor) -> list[Call | str]:
         calls.append(Call(name[1], _arguments(cursor.json())))
         cursor.skip()
     return calls
-
-
-def _nearly(text: str) -> list[Call | str]:
-    """Return [a fault] for a message that begins like a call but is not JSON; else []."""
-    try:
-        if _NEARLY.match(text):
-            _sequence(_without_end_tokens(text))
-    except _MalformedCall as error:
-        return [_fault(str(error), LLAMA if '"parameters"' in text[:500] else JSON_FORM)]
-    return []
 
 
 def _looks_like_a_call(item: dict[str, JsonValue]) -> bool:

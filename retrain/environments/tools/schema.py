@@ -40,7 +40,7 @@ _CONFIG = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="for
 
 
 class _UntitledSchema(GenerateJsonSchema):
-    def field_title_should_be_set(self, schema: Any) -> bool:
+    def field_title_should_be_set(self, schema: object) -> bool:
         return False
 
 

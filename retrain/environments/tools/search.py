@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from retrain.environments.arguments import imported
 from retrain.environments.tools import ToolError
@@ -18,24 +18,15 @@ from retrain.errors import DataError, UsageError
 SUFFIXES = (".txt", ".md")
 WORD = re.compile(r"\w+")
 BEGINNING = re.compile(r"\b\w")
-SURROGATES = re.compile("[\ud800-\udfff]")
 MAX_QUERY_WORDS = 1000
-
-
-def _plain(text: str) -> str:
-    """Replace lone surrogates, which JSON can contain and tokenizers reject."""
-    return SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-Plain = Annotated[str, AfterValidator(_plain)]
 
 
 class Document(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    text: Plain
-    id: int | Plain | None = None
-    title: Plain | None = None
+    text: str
+    id: int | str | None = None
+    title: str | None = None
 
 
 class Search:

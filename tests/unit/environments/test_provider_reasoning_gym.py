@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import random
@@ -10,8 +11,10 @@ from retrain.types import Action, Problem
 
 pytest.importorskip("reasoning_gym", reason="pip install '.[gym]'")
 
+from retrain.config.tasks import EnvironmentSection
+from retrain.environments.hosted import HostedEnvironment
 from retrain.environments.providers.reasoning_gym import ReasoningGym, check, data_sets
-from retrain.environments.providers.reasoning_gym_tasks import Task, TaskWorker, entry_of
+from retrain.environments.providers.reasoning_gym_tasks import Task, checked, entry_of
 
 
 def sums(**arguments):
@@ -96,15 +99,19 @@ def test_broken_tasks_are_refused_by_name():
 
 def test_tasks_repeat_in_another_process_and_a_slow_one_is_cut_off(monkeypatch):
     """ransom_note walks over a set, list_functions draws from the global generator."""
-    entries = []
-    for hash_seed, indices in (("1", [0, 1]), ("2", [1, 0])):
+    section = {"provider": "reasoning_gym", "id": ["ransom_note", "list_functions"], "workers": 1}
+    made = []
+    for hash_seed in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
-        random.seed(hash_seed)
-        with TaskWorker() as worker:
-            made = [worker.entries(Task(name, 5, 30, {}), indices) for name in ("ransom_note", "list_functions")]
-            entries.append([sorted(task) for task in made])
-            assert worker.check(Task("knight_swap", 0, 100, {}), 0.05) == "it takes longer than 0.05 s"
-            assert "absent" in worker.check(Task("absent", 0, 100, {}), 60)
-        assert random.random() == random.Random(hash_seed).random()
+        with contextlib.closing(
+            HostedEnvironment(EnvironmentSection(**section, args={"size": 9, "heldout": 1}), None)
+        ) as hosted:
+            made.append(hosted.problems("train"))
         assert os.environ["PYTHONHASHSEED"] == hash_seed
-    assert entries[0] == entries[1]
+    assert made[0] == made[1]
+    random.seed(1)
+    (slow,) = checked([Task("knight_swap", 0, 100, {})], 0.05)
+    (absent,) = checked([Task("absent", 0, 100, {})], 60)
+    assert slow.reason == "it takes longer than 0.05 s"
+    assert "absent" in absent.reason
+    assert random.random() == random.Random(1).random()

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from retrain.environments.tools import ToolError, search
+from retrain.environments.tools.calls import Call, answer
 from retrain.environments.tools.search import Search, passage, split_words
 from retrain.errors import DataError, MissingExtra, UsageError
 from retrain.extras import install_line, is_installed
@@ -49,7 +50,7 @@ def test_what_fits_best_comes_first(corpus, tmp_path):
     with pytest.raises(ToolError, match="query has no words"):
         find(" ?! ")
     other = Search(corpus(['{"text": "Größe \\ud800 naïve Москва"}', {"text": "else"}]))
-    assert other("москва") == "[1] 1\nGröße \N{REPLACEMENT CHARACTER} naïve Москва"
+    assert answer(Call("search", {}), other("москва"))["content"] == "[1] 1\nGröße ? naïve Москва"
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "one.txt").write_text("apples and pears")
     (tmp_path / "two.md").write_text("# Plums\nplums and pears")
