@@ -156,19 +156,6 @@ def field_expected(field: FieldInfo, value: object = None) -> str:
     return expected(field.annotation, field.metadata, limits=any(type(v) is int and v > INT_MAX for v in values))
 
 
-def wrong_entry(annotation: Any, value: object) -> tuple[tuple[str, ...], Any, Any] | None:
-    """Return (path, value, expected type) of the first wrong value in a table whose values have one type, or None."""
-    if get_origin(annotation) is not dict or not isinstance(value, Mapping):
-        return None
-    inner = get_args(annotation)[1]
-    for name, item in value.items():
-        if (deeper := wrong_entry(inner, item)) is not None:
-            return (str(name), *deeper[0]), *deeper[1:]
-        if not _is_valid(inner, item):
-            return (str(name),), item, inner
-    return None
-
-
 def unsupported(field: FieldInfo, value: object) -> tuple[str, str] | None:
     """Return why a value of other tools is not supported and what to type instead, or None."""
     for item in field.metadata:
@@ -178,15 +165,9 @@ def unsupported(field: FieldInfo, value: object) -> tuple[str, str] | None:
 
 
 def accepts(field: FieldInfo, value: object) -> bool:
-    kind: Any = field.annotation
-    if field.metadata:
-        kind = Annotated.__class_getitem__((kind, *field.metadata))  # type: ignore[attr-defined]
-    return _is_valid(kind, value)
-
-
-def _is_valid(annotation: Any, value: object) -> bool:
+    kind = Annotated[field.annotation, "", *field.metadata]  # "" because it takes one at least
     try:
-        TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
+        TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
     except ValidationError:
         return False
     return True

@@ -276,26 +276,16 @@ def unused(config: Config, dotted: str, override: bool = False) -> ConfigIssue |
 
 
 @cache
-def _defaults() -> dict[str, dict[str, object]]:
-    default = Config()
-    return {
-        section: {dotted: value_at(default, dotted) for dotted in keys() if dotted.partition(".")[0] == section}
-        for section in sections()
-    }
+def _defaults() -> dict[str, object]:
+    return {dotted: value_at(Config(), dotted) for dotted in keys()}
 
 
 def differs(config: Config, dotted: str) -> bool:
-    return value_at(config, dotted) != _defaults()[dotted.partition(".")[0]][dotted]
+    return value_at(config, dotted) != _defaults()[dotted]
 
 
 def differing(config: Config) -> dict[str, object]:
-    return {
-        dotted: value
-        for section, defaults in _defaults().items()
-        if getattr(config, section).model_fields_set
-        for dotted, default in defaults.items()
-        if (value := value_at(config, dotted)) != default
-    }
+    return {dotted: value_at(config, dotted) for dotted in keys() if differs(config, dotted)}
 
 
 def effective(config: Config) -> dict[str, object]:
@@ -308,5 +298,5 @@ def without_unused(config: Config) -> dict[str, Any]:
     dumped = config.model_dump()
     for dotted in differing(config).keys() - effective(config):
         section, _, key = dotted.partition(".")
-        dumped[section][key] = _defaults()[section][dotted]
+        dumped[section][key] = _defaults()[dotted]
     return dumped
