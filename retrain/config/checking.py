@@ -116,12 +116,11 @@ def examine(data: dict[str, Any], locations: KeyLocations, wrong: Iterable[Mista
     review = Review(data, locations, list(wrong))
     _fold_conditions(review)
     config = _validate(review)
-    if config is not None:
-        if config.is_campaign:
-            _examine_campaign(review, config)
-        else:
-            _examine_single(review, config)
-    if review.wrong or config is None:
+    if config.is_campaign:
+        _examine_campaign(review, config)
+    else:
+        _examine_single(review, config)
+    if review.wrong:
         raise ConfigError(_problems(review.wrong, locations))
     return config, [str(problem) for problem in _problems(review.warnings, locations)]
 
@@ -147,18 +146,15 @@ def _fold_conditions(review: Review) -> None:
         review.rows.append(Row(index, (*CONDITIONS, index), overrides, bool(wrong)))
 
 
-def _validate(review: Review) -> Config | None:
-    """Return the configuration without keys that are invalid by themselves; None if the rest is still invalid."""
+def _validate(review: Review) -> Config:
+    """Return the configuration without keys that are invalid by themselves, which are reported."""
     try:
         return Config.model_validate(review.data)
     except ValidationError as error:
         wrong = mistakes(error, review.data)
     review.wrong.extend(wrong)
     _put_aside(review, wrong)
-    try:
-        return Config.model_validate(review.data)
-    except ValidationError:
-        return None
+    return Config.model_validate(review.data)
 
 
 def _put_aside(review: Review, wrong: Iterable[Mistake]) -> None:
@@ -283,13 +279,14 @@ def why_fixed(dotted: str) -> str:
     return "" if role_of(dotted) == Role.LEARNS else FIXED.get(dotted) or FIXED.get(dotted.partition(".")[0], "")
 
 
-def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], dict[str, Path], list[Mistake]]:
+def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, object], dict[str, Path], list[Mistake]]:
     """Convert a condition from the form in a file (overrides dotted, bare or flat) to that of ``Condition`` (tables).
 
     ``path`` has the keys and indices that lead to it. Returns the converted condition, the path of each override by its
     dotted key, and the mistakes. Wrong overrides are left out of the first two.
     """
-    folded: dict[str, Any] = {}
+    modes: dict[str, object] = {}
+    tables: dict[str, dict[str, object]] = {}
     locations: dict[str, Path] = {}
     wrong: list[Mistake] = []
 
@@ -308,12 +305,12 @@ def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], d
             wrong.append(Mistake(location, "is the condition's own mode under another name", f'{key} = "{value}"'))
         else:
             locations[dotted] = location
-            folded.setdefault(section, {})[key] = value
+            tables.setdefault(section, {})[key] = value
 
     for name, value in condition.items():
         location = (*path, name)
         if name in MODES:
-            folded[name] = value
+            modes[name] = value
         elif name in sections() and isinstance(value, Mapping):
             if not value:
                 wrong.append(Mistake(location, "has no effect: the table is empty", "remove it"))
@@ -323,7 +320,7 @@ def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], d
             wrong.append(_no_section(name, location))
         else:
             override(name, location, value)
-    return folded, locations, wrong
+    return modes | tables, locations, wrong
 
 
 def _no_section(name: str, location: Path) -> Mistake:
@@ -333,8 +330,8 @@ def _no_section(name: str, location: Path) -> Mistake:
 
 def _replaced(name: str) -> tuple[str, str] | None:
     """Return (reason, fix) for a removed key (dotted, bare, or flat as in ``sepa_steps``); None for other names."""
-    named = {dotted: (dotted, dotted.partition(".")[2], dotted.replace(".", "_")) for dotted in REPLACED}
-    return next((REPLACED[dotted] for dotted, names in named.items() if name in names), None)
+    forms = ((dotted, dotted.partition(".")[2], dotted.replace(".", "_")) for dotted in REPLACED)
+    return next((REPLACED[names[0]] for names in forms if name in names), None)
 
 
 def _dotted(name: str, location: Path) -> str | Mistake:
@@ -372,7 +369,9 @@ def _unknown_key(name: str, location: Path) -> Mistake:
     return Mistake(location, "is not a key", hint)
 
 
-def assemble(base: Mapping[str, Mapping[str, object]], condition: Condition | None, seed: int | None) -> dict[str, Any]:
+def assemble(
+    base: Mapping[str, Mapping[str, object]], condition: Condition | None, seed: int | None
+) -> dict[str, dict[str, object]]:
     """Return the configuration data of one run: ``base`` with the condition's modes and overrides, and the run's seed.
 
     With a condition, the result is a campaign of this one run, so that planning it again gives the same run.

@@ -12,7 +12,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tomli
 
@@ -86,7 +86,7 @@ def parse_dict(data: Mapping[str, object], sets: Sequence[str] = ()) -> Config:
     return examine(changed, locations, wrong)[0]
 
 
-def _parse(raw: bytes, name: str) -> tuple[str, dict[str, Any]]:
+def _parse(raw: bytes, name: str) -> tuple[str, dict[str, object]]:
     """Return text and data of a TOML file. Raises ConfigError with the line of a syntax error."""
     text = ""
     try:
@@ -128,7 +128,7 @@ def _syntax_problem(message: str, text: str, name: str) -> ConfigProblem:
 
 
 def _apply_sets(
-    data: dict[str, Any], sets: Iterable[str], locations: KeyLocations, *, is_file: bool = False
+    data: dict[str, object], sets: Iterable[str], locations: KeyLocations, *, is_file: bool = False
 ) -> list[Mistake]:
     """Merge ``section.key=value`` settings into ``data`` and return the malformed ones.
 
@@ -145,9 +145,8 @@ def _apply_sets(
         parts = tuple(part.strip() for part in name.split("."))
         locations.replace(parts)
         _put(data, parts, _set_value(value.strip()))
-        if parts == ("training", "max_steps") and isinstance(data.get("campaign"), dict):
-            # A file's [campaign] max_steps would otherwise override this setting.
-            data["campaign"].pop("max_steps", None)
+        if parts == ("training", "max_steps") and isinstance(campaign := data.get("campaign"), dict):
+            campaign.pop("max_steps", None)  # it would override this setting
     return wrong
 
 
@@ -169,7 +168,7 @@ def _setting_mistake(setting: str, single_run: str) -> Mistake | None:
     return Mistake(("--set",), problem, fix, about=name if equals and name else setting)
 
 
-def _put(table: dict[str, Any], path: tuple[str, ...], value: object) -> None:
+def _put(table: dict[str, object], path: tuple[str, ...], value: object) -> None:
     """Set the value at this path; a value on the way that is no table is replaced by one."""
     for part in path[:-1]:
         inner = table.setdefault(part, {})
@@ -188,7 +187,7 @@ def _set_value(text: str) -> object:
     return parsed["v"] if list(parsed) == ["v"] else text
 
 
-def _resolve_paths(data: dict[str, Any], path: FilePath) -> None:
+def _resolve_paths(data: dict[str, object], path: FilePath) -> None:
     """Make paths of problems and rewards beside the TOML file absolute, so that a resume finds them."""
     graders = [data.get("reward"), data.get("audit"), *_rows(data.get("reward"), "components")]
     named = [(data.get("data"), key) for key in ("source", "eval_source")]

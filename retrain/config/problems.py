@@ -18,6 +18,7 @@ from retrain.config.describe import (
     expected,
     field_expected,
     kind,
+    schema_of,
     show,
     toml,
     unsupported,
@@ -107,8 +108,7 @@ def _mistake(details: ErrorDetails, data: Mapping[str, object]) -> Mistake:
     if details["type"] == "extra_forbidden":
         return unknown(tuple(location), details["input"])
     if len(location) < 2:
-        name = str(location[0]) if location else "configuration"
-        return _not_a_table((name,), details["input"])
+        return _not_a_table(location, details["input"])
     path, field, inside = _field(location)
     if field is None:
         return _not_a_table(path, details["input"])
@@ -142,8 +142,6 @@ def _not_a_table(path: Path, value: object) -> Mistake:
     if isinstance(path[-1], int):
         of_list = ".".join(part for part in path if isinstance(part, str))
         return Mistake(path, f"is {show(value)}, {kind(value)}, but must be a table", f"[[{of_list}]]")
-    if name not in sections():
-        return unknown(path, value)
     if isinstance(value, list):
         return Mistake(path, f"is a list, but there is one [{name}]", f"[{name}]")
     fix = f"[{name}]"
@@ -172,7 +170,8 @@ def wrong_value(path: Path, field: FieldInfo, value: object, inside: Path) -> Mi
     if get_origin(field.annotation) is dict and isinstance(value, Mapping):
         names, item, wanted = _wrong_entry(field.annotation, value, inside)
         fix = f'{names[-1]} = "{show(item)[1:-1]}"' if isinstance(item, list) and str in get_args(wanted) else ""
-        message = f"has {'.'.join(names)} = {show(item)}, {kind(item)}, but its values must be {expected(wanted)}"
+        message = f"has {'.'.join(names)} = {show(item)}, {kind(item)}, but its values must be "
+        message += expected(schema_of(wanted))
         return Mistake(path, message, fix or _suggestion(name, field, value))
     message = f"is {show(value)}" if value != [] else "is an empty list"
     if not isinstance(value, list):

@@ -243,7 +243,7 @@ def defines_run(dotted: str) -> bool:
     return role is None or role not in Role.RECORDS | Role.NAMES
 
 
-def flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
     """Yield the (dotted key, value) of every value in nested mappings."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -277,7 +277,8 @@ def unused(config: Config, dotted: str, override: bool = False) -> ConfigIssue |
 
 @cache
 def _defaults() -> dict[str, object]:
-    return {dotted: value_at(Config(), dotted) for dotted in keys()}
+    default = Config()
+    return {dotted: value_at(default, dotted) for dotted in keys()}
 
 
 def differs(config: Config, dotted: str) -> bool:
