@@ -31,14 +31,16 @@ from retrain.config.base import (
     fault,
 )
 from retrain.config.legacy import NO_SEMANTIC
-from retrain.config.modes import MODES, UNSUPPORTED, Loss, Need, loss_of, mode_of, used_by
+from retrain.config.modes import MODES, Loss, Need, loss_of, mode_of, used_by
 
 if TYPE_CHECKING:
     _Advantage = _Transform = _Uncertainty = _Loss = str
 else:
     _Advantage, _Transform, _Uncertainty, _Loss = (Literal[tuple(table)] for table in MODES.values())
 AdvantageMode = _Advantage | Plugin
-TransformMode = Annotated[_Transform | Plugin, UnsupportedValues(UNSUPPORTED["transform_mode"])]
+_NO_VARIANT = ("this variant is not available", 'transform_mode = "gtpo_sepa"')
+_VARIANTS = UnsupportedValues(dict.fromkeys(("gtpo_sepa_amp", "gtpo_sepa_amp_c"), _NO_VARIANT))
+TransformMode = Annotated[_Transform | Plugin, _VARIANTS]
 
 
 def _with_credit(dotted: str, plugins: bool = False, training_only: bool = False) -> ActiveIf:

@@ -130,14 +130,9 @@ def _blank_is_none(value: object) -> object:
     return None if isinstance(value, str) and not value.strip() else value
 
 
-def zero_is_none(value: object) -> object:
+def _zero_is_none(value: object) -> object:
     """Return None for 0, which means unset; runs before other validators."""
     return None if type(value) in (int, float) and value == 0 else value
-
-
-def minus_one(meaning: int) -> BeforeValidator:
-    """Return a validator that reads -1, which other tools use for "none" or "all", as ``meaning``."""
-    return BeforeValidator(lambda value: meaning if type(value) is int and value == -1 else value)
 
 
 def _empty_is_none(value: object) -> object:
@@ -172,24 +167,21 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
+MinusOneIsZero = BeforeValidator(lambda value: 0 if type(value) is int and value == -1 else value)
+"""Validator that reads -1, which other tools use for "none" or "all", as 0."""
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Plugin = Annotated[str, Field(pattern=PLUGIN_PATTERN)]
 Text = Annotated[str, Field(min_length=1)]
 OptionalText = Annotated[str | None, BeforeValidator(_blank_is_none, json_schema_input_type=str | None)]
-OptionalCount = Annotated[Count | None, BeforeValidator(zero_is_none, json_schema_input_type=Natural | None)]
-OptionalPositive = Annotated[
-    Annotated[float, Field(gt=0)] | None, BeforeValidator(zero_is_none, json_schema_input_type=NotNegative | None)
-]
-OptionalAboveOne = Annotated[
-    Annotated[float, Field(gt=1)] | None, BeforeValidator(zero_is_none, json_schema_input_type=NotNegative | None)
-]
+OptionalCount = Annotated[Count | None, BeforeValidator(_zero_is_none, json_schema_input_type=Natural | None)]
+ZeroIsNone = BeforeValidator(_zero_is_none, json_schema_input_type=NotNegative | None)
+OptionalPositive = Annotated[Positive | None, ZeroIsNone]
+OptionalAboveOne = Annotated[Annotated[float, Field(gt=1)] | None, ZeroIsNone]
 OptionalRanks = Annotated[list[Count] | None, BeforeValidator(_empty_is_none, json_schema_input_type=list[Count])]
-Tags = Annotated[list[Text], BeforeValidator(_split_commas, json_schema_input_type=list[str] | str)]
-Trackers = Annotated[
-    list[Literal["wandb", "tensorboard", "trackio", "all", "none"] | Plugin],
-    BeforeValidator(_split_commas, json_schema_input_type=list[str] | str),
-    AfterValidator(_exclusive),
-]
+_COMMAS = BeforeValidator(_split_commas, json_schema_input_type=list[str] | str)
+Tags = Annotated[list[Text], _COMMAS]
+_Tracker = Literal["wandb", "tensorboard", "trackio", "all", "none"] | Plugin
+Trackers = Annotated[list[_Tracker], _COMMAS, AfterValidator(_exclusive)]
 OptionalPhrases = Annotated[
     list[Text] | None, BeforeValidator(_split_phrases, json_schema_input_type=list[str] | str | None)
 ]

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
@@ -63,7 +63,7 @@ class Condition(Section):
     """Same values as in [algorithm]."""
 
     @property
-    def overrides(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, object]:
         tables = self.model_extra or {}
         flat = {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}
         return dict(sorted(flat.items()))
@@ -150,21 +150,16 @@ class CampaignSection(Section, role=Role.NAMES):
         return max(1, int(1 / self.gpus_per_cohort + 1e-9))
 
 
-def _worker_issues(campaign: CampaignSection) -> Iterator[ConfigIssue]:
+def campaign_rules(campaign: CampaignSection, is_run: bool) -> Iterator[ConfigIssue]:
+    """Report worker keys that the executor does not use, too few seeds and too many conditions. ``is_run``: one planned
+    run, whose worker keys are not checked."""
     executor, fix = campaign.executor, 'remove the line, or executor = "processes"'
     for key, default in (("workers", "auto"), ("gpus_per_cohort", 1)):
-        if executor == "inprocess" and getattr(campaign, key) != default:
+        if not is_run and executor == "inprocess" and getattr(campaign, key) != default:
             yield no_effect(f"campaign.{key}", "campaign.executor", executor, fix)
-    if executor == "slurm" and campaign.gpus_per_cohort < 1:
+    if not is_run and executor == "slurm" and campaign.gpus_per_cohort < 1:
         message = f"is {campaign.gpus_per_cohort:g}, and a job of Slurm's has whole GPUs"
         yield ConfigIssue(("campaign.gpus_per_cohort", "campaign.executor"), message, "gpus_per_cohort = 1")
-
-
-def campaign_rules(campaign: CampaignSection, is_run: bool) -> Iterator[ConfigIssue]:
-    """Warn about too few seeds and too many conditions. ``is_run``: one planned run, whose worker keys are not
-    checked."""
-    if not is_run:
-        yield from _worker_issues(campaign)
     comparisons, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
     if comparisons and seeds < FEWEST_SEEDS:
         message = f"has {seeds}: too few for a verdict, which takes {FEWEST_SEEDS} at least; type"

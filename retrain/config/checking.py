@@ -6,11 +6,11 @@ rest. A rule that involves a removed key reports nothing.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from retrain.config.base import Role
+from retrain.config.base import ConfigIssue, Role
 from retrain.config.campaign import Condition, campaign_rules
 from retrain.config.legacy import FLAT_PREFIXES, REPLACED
 from retrain.config.problems import SYNONYMS, Mistake, Path, mistakes, nearest, path_of
@@ -82,6 +82,16 @@ class KeyLocations:
         return (1, f"{self.name}:1") if self.lines or self.sets else (0, self.name)
 
 
+class Row(NamedTuple):
+    """Location of a condition: its index, its table, and its overrides by dotted key. ``is_partial``: invalid overrides
+    were removed."""
+
+    index: int
+    table: Path
+    overrides: Mapping[str, Path]
+    is_partial: bool = False
+
+
 @dataclass
 class Review:
     data: dict[str, Any]
@@ -90,12 +100,8 @@ class Review:
     warnings: list[Mistake] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     """Dotted keys that are invalid by themselves."""
-    overrides: list[dict[str, Path]] = field(default_factory=list)
-    """For each condition in ``data``, the locations of its overrides by dotted key."""
-    origins: list[int] = field(default_factory=list)
-    """For each condition in ``data``, its index in the file."""
-    partial: set[int] = field(default_factory=set)
-    """Indices in the file of the conditions from which invalid overrides were removed."""
+    rows: list[Row] = field(default_factory=list)
+    """Locations of the conditions in ``data``; empty if there are only the standard ones."""
 
     def is_broken(self, dotted: str) -> bool:
         """Return whether this key, or a table around it, is invalid by itself."""
@@ -110,12 +116,11 @@ def examine(data: dict[str, Any], locations: KeyLocations, wrong: Iterable[Mista
     review = Review(data, locations, list(wrong))
     _fold_conditions(review)
     config = _validate(review)
-    if config is not None:
-        if config.is_campaign:
-            _examine_campaign(review, config)
-        else:
-            _examine_single(review, config)
-    if review.wrong or config is None:
+    if config.is_campaign:
+        _examine_campaign(review, config)
+    else:
+        _examine_single(review, config)
+    if review.wrong:
         raise ConfigError(_problems(review.wrong, locations))
     return config, [str(problem) for problem in _problems(review.warnings, locations)]
 
@@ -133,28 +138,23 @@ def _fold_conditions(review: Review) -> None:
     if not isinstance(rows, list):
         return
     for index, row in enumerate(rows):
-        locations: dict[str, Path] = {}
+        overrides: dict[str, Path] = {}
+        wrong: list[Mistake] = []
         if isinstance(row, Mapping):
-            rows[index], locations, wrong = fold(row, (*CONDITIONS, index))
-            review.wrong.extend(wrong)
-            if wrong:
-                review.partial.add(index)
-        review.overrides.append(locations)
-    review.origins = list(range(len(rows)))
+            rows[index], overrides, wrong = fold(row, (*CONDITIONS, index))
+        review.wrong.extend(wrong)
+        review.rows.append(Row(index, (*CONDITIONS, index), overrides, bool(wrong)))
 
 
-def _validate(review: Review) -> Config | None:
-    """Return the configuration without keys that are invalid by themselves; None if the rest is still invalid."""
+def _validate(review: Review) -> Config:
+    """Return the configuration without keys that are invalid by themselves, which are reported."""
     try:
         return Config.model_validate(review.data)
     except ValidationError as error:
         wrong = mistakes(error, review.data)
     review.wrong.extend(wrong)
     _put_aside(review, wrong)
-    try:
-        return Config.model_validate(review.data)
-    except ValidationError:
-        return None
+    return Config.model_validate(review.data)
 
 
 def _put_aside(review: Review, wrong: Iterable[Mistake]) -> None:
@@ -174,94 +174,83 @@ def _put_aside(review: Review, wrong: Iterable[Mistake]) -> None:
         table, key = review.data[str(path[0])], path[1]
         valid = [index for index in range(len(table.get(key, ()))) if index not in indices]
         if path == CONDITIONS:
-            review.origins = valid
-            review.overrides = [review.overrides[index] for index in valid]
+            review.rows = [review.rows[index] for index in valid]
         table[key] = [table[key][index] for index in valid]
         if not valid:
             del table[key]
 
 
-def _header(review: Review, position: int) -> Path:
-    """Return the table of the condition at this position in the data; [campaign] for a standard condition."""
-    return (*CONDITIONS, review.origins[position]) if review.origins else ("campaign",)
-
-
-def _ask_rules(review: Review, config: Config, overrides: Mapping[str, Path], header: Path = ()) -> None:
-    """Report the issues of one run. ``overrides`` has the locations of its condition's overrides, ``header`` that of
-    the condition. An issue points to an override, else to a written key, else to the condition."""
-    for issue in rule_issues(config):
+def _ask(review: Review, issues: Iterable[ConfigIssue], row: Row | None = None) -> None:
+    """Report issues whose keys are all valid by themselves. An issue points to an override of the condition ``row``,
+    else to a written key, else to the condition."""
+    for issue in issues:
         if any(review.is_broken(key) for key in issue.keys):
             continue
-        main = path_of(issue.keys[0])
-        overridden = [overrides[key] for key in issue.keys if key in overrides]
-        written = [path_of(key) for key in issue.keys if review.locations.is_written(path_of(key))]
-        path = (overridden or written or [header or main])[0]
+        main, overrides = path_of(issue.keys[0]), row.overrides if row else {}
+        places = [overrides[key] for key in issue.keys if key in overrides]
+        places += [path for key in issue.keys if review.locations.is_written(path := path_of(key))]
         about = "" if issue.keys[0] in overrides else Mistake(main, "").key
-        review.report(path, issue.message, issue.fix, issue.warning, about)
+        review.report((*places, row.table if row else main)[0], issue.message, issue.fix, issue.warning, about)
 
 
 def _examine_single(review: Review, config: Config) -> None:
-    _ask_rules(review, config, {})
-    for issue in idle_slurm(config):
-        review.report(path_of(issue.keys[0]), issue.message, issue.fix)
+    _ask(review, (*rule_issues(config), *idle_slurm(config)))
     _examine_unused(review, config, [config])
     if review.data.get("training", {}).get("seed") == -1:
         review.report(("training", "seed"), "is -1: every run is seeded, this one with 0", warning=True)
 
 
 def _examine_campaign(review: Review, config: Config) -> None:
-    runs: dict[int, Config] = {}
-    for position, condition in enumerate(config.campaign.conditions):
-        if run := _examine_condition(review, condition, position):
-            runs[position] = run
-    _examine_likeness(review, config, runs)
-    if len(runs) == len(config.campaign.conditions):
-        _examine_unused(review, config, list(runs.values()))
+    conditions = config.campaign.conditions
+    rows = review.rows or [Row(index, ("campaign",), {}) for index in range(len(conditions))]
+    pairs = zip(rows, conditions, strict=True)
+    runs = [(row, run) for row, condition in pairs if (run := _examine_condition(review, condition, row))]
+    _examine_likeness(review, runs)
+    if len(runs) == len(conditions):
+        _examine_unused(review, config, [run for _, run in runs])
     _examine_shadowed(review, config)
 
 
-def _examine_likeness(review: Review, config: Config, runs: Mapping[int, Config]) -> None:
+def _examine_likeness(review: Review, runs: Iterable[tuple[Row, Config]]) -> None:
     """Report conditions with equal labels, and warn about conditions that differ by label only."""
     labels: dict[str, int] = {}
     contents: list[tuple[int, dict[str, object]]] = []
-    for position, run in runs.items():
-        number = review.origins[position] if review.origins else position
-        if number in review.partial:
+    for row, run in runs:
+        if row.is_partial:
             continue
-        label, header = config.campaign.conditions[position].label, _header(review, position)
+        label = run.campaign.conditions[0].label
         content = {dotted: value for dotted, value in effective(run).items() if not dotted.startswith("campaign.")}
-        same = labels.setdefault(label.casefold(), number)
+        same = labels.setdefault(label.casefold(), row.index)
         twin = next((earlier for earlier, other in contents if other == content), None)
-        if same != number:
+        if same != row.index:
             message = f"has the label of condition {same + 1}, {label}"
-            review.report(header, message, "remove one, or let a key differ")
+            review.report(row.table, message, "remove one, or let a key differ")
         elif twin is not None:
             message = f"is the same experiment as condition {twin + 1} under another label"
-            review.report(header, message, warning=True)
-        contents.append((number, content))
+            review.report(row.table, message, warning=True)
+        contents.append((row.index, content))
 
 
-def _examine_condition(review: Review, condition: Condition, position: int) -> Config | None:
+def _examine_condition(review: Review, condition: Condition, row: Row) -> Config | None:
     """Report the issues of a condition; return it as a run, or None when an override is invalid by itself."""
-    overridden, header = review.overrides[position] if review.overrides else {}, _header(review, position)
     data = assemble(review.data, condition, None)
     try:
         run = Config.model_validate(data)
     except ValidationError as error:
         for mistake in mistakes(error, data):
             dotted = ".".join(str(part) for part in mistake.path[:2])
-            review.wrong.append(mistake._replace(path=overridden.get(dotted, header)))
+            review.wrong.append(mistake._replace(path=row.overrides.get(dotted, row.table)))
         return None
-    _ask_rules(review, run, overridden, header)
+    _ask(review, rule_issues(run), row)
     for dotted in condition.overrides:
         if idle := unused(run, dotted, override=True):
-            review.report(overridden.get(dotted, header), idle.message, idle.fix)
+            review.report(row.overrides.get(dotted, row.table), idle.message, idle.fix)
     return run
 
 
 def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
     """Report written keys that have no effect in any run."""
-    if review.is_broken("campaign.conditions") or review.partial:
+    if review.is_broken("campaign.conditions") or any(row.is_partial for row in review.rows):
         return
     locations = review.locations
     for dotted in locations.written() if locations.lines or locations.sets else differing(config):
@@ -275,8 +264,7 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
 def _examine_shadowed(review: Review, config: Config) -> None:
     """Report base values that every condition replaces, and the issues of ``campaign_rules``."""
     is_run = not review.locations.lines and len(config.campaign.conditions) == len(config.campaign.seeds) == 1
-    for issue in (*campaign_rules(config.campaign, is_run), *(() if is_run else idle_slurm(config))):
-        review.report(path_of(issue.keys[0]), issue.message, issue.fix, issue.warning)
+    _ask(review, (*campaign_rules(config.campaign, is_run), *(() if is_run else idle_slurm(config))))
     for key in MODES:
         if review.locations.is_written(("algorithm", key)):
             message = "has no effect in a campaign: every condition has its own"
@@ -291,13 +279,14 @@ def why_fixed(dotted: str) -> str:
     return "" if role_of(dotted) == Role.LEARNS else FIXED.get(dotted) or FIXED.get(dotted.partition(".")[0], "")
 
 
-def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], dict[str, Path], list[Mistake]]:
+def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, object], dict[str, Path], list[Mistake]]:
     """Convert a condition from the form in a file (overrides dotted, bare or flat) to that of ``Condition`` (tables).
 
     ``path`` has the keys and indices that lead to it. Returns the converted condition, the path of each override by its
     dotted key, and the mistakes. Wrong overrides are left out of the first two.
     """
-    folded: dict[str, Any] = {}
+    modes: dict[str, object] = {}
+    tables: dict[str, dict[str, object]] = {}
     locations: dict[str, Path] = {}
     wrong: list[Mistake] = []
 
@@ -316,12 +305,12 @@ def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], d
             wrong.append(Mistake(location, "is the condition's own mode under another name", f'{key} = "{value}"'))
         else:
             locations[dotted] = location
-            folded.setdefault(section, {})[key] = value
+            tables.setdefault(section, {})[key] = value
 
     for name, value in condition.items():
         location = (*path, name)
         if name in MODES:
-            folded[name] = value
+            modes[name] = value
         elif name in sections() and isinstance(value, Mapping):
             if not value:
                 wrong.append(Mistake(location, "has no effect: the table is empty", "remove it"))
@@ -331,7 +320,7 @@ def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], d
             wrong.append(_no_section(name, location))
         else:
             override(name, location, value)
-    return folded, locations, wrong
+    return modes | tables, locations, wrong
 
 
 def _no_section(name: str, location: Path) -> Mistake:
@@ -341,8 +330,8 @@ def _no_section(name: str, location: Path) -> Mistake:
 
 def _replaced(name: str) -> tuple[str, str] | None:
     """Return (reason, fix) for a removed key (dotted, bare, or flat as in ``sepa_steps``); None for other names."""
-    named = {dotted: (dotted, dotted.partition(".")[2], dotted.replace(".", "_")) for dotted in REPLACED}
-    return next((REPLACED[dotted] for dotted, names in named.items() if name in names), None)
+    forms = ((dotted, dotted.partition(".")[2], dotted.replace(".", "_")) for dotted in REPLACED)
+    return next((REPLACED[names[0]] for names in forms if name in names), None)
 
 
 def _dotted(name: str, location: Path) -> str | Mistake:
@@ -380,7 +369,9 @@ def _unknown_key(name: str, location: Path) -> Mistake:
     return Mistake(location, "is not a key", hint)
 
 
-def assemble(base: Mapping[str, Mapping[str, object]], condition: Condition | None, seed: int | None) -> dict[str, Any]:
+def assemble(
+    base: Mapping[str, Mapping[str, object]], condition: Condition | None, seed: int | None
+) -> dict[str, dict[str, object]]:
     """Return the configuration data of one run: ``base`` with the condition's modes and overrides, and the run's seed.
 
     With a condition, the result is a campaign of this one run, so that planning it again gives the same run.

@@ -4,12 +4,12 @@ import datetime
 import json
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
-import annotated_types
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
 
 from retrain.config.base import (
     DEVICE_PATTERN,
@@ -18,11 +18,9 @@ from retrain.config.base import (
     INT_MAX,
     PLUGIN_PATTERN,
     ConfigIssue,
-    Section,
     UnsupportedValues,
 )
 
-NUMBER_WORDS = {int: "an integer", float: "a number"}
 _PATTERNS = {
     DEVICE_PATTERN: '"auto", "cpu" or a GPU such as "gpu:0"',
     DEVICES_PATTERN: '"auto", "all", "cpu", a GPU such as "gpu:0" or a range of them such as "gpu:0-7"',
@@ -65,7 +63,7 @@ def _name(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml(key)
 
 
-KINDS: tuple[tuple[Any, str], ...] = (
+KINDS: tuple[tuple[type | types.UnionType, str], ...] = (
     (bool, "a boolean"),
     (int | float, "a number"),
     (str, "a string"),
@@ -84,89 +82,63 @@ def kind(value: object) -> str:
     return next((words for types, words in KINDS if isinstance(value, types)), type(value).__name__)
 
 
+def adapter_of(annotation: object, metadata: Sequence[object] = ()) -> TypeAdapter[object]:
+    kind: Any = Annotated[annotation, "", *metadata]  # "": it takes one at least
+    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
+
+
+def schema_of(annotation: object, metadata: Sequence[object] = ()) -> JsonSchemaValue:
+    """Return the JSON schema of the values that a type accepts once validators have read other forms of them."""
+    return adapter_of(annotation, metadata).json_schema(mode="serialization")
+
+
 def choices(field: FieldInfo) -> list[str]:
     """Return all strings that a field with a fixed set of values accepts."""
-    return [value for value in _literals(field.annotation) if isinstance(value, str)]
+    schema = schema_of(field.annotation, field.metadata)
+    return [value for option in schema.get("anyOf", [schema]) for value in _values(option)]
 
 
-def _literals(annotation: object) -> Iterator[object]:
-    if get_origin(annotation) is Literal:
-        yield from get_args(annotation)
-    elif get_origin(annotation) is not list:
-        for part in get_args(annotation):
-            yield from _literals(part)
+def _values(schema: JsonSchemaValue) -> list[str]:
+    return schema.get("enum") or ([schema["const"]] if "const" in schema else [])
 
 
-def expected(annotation: Any, metadata: Sequence[object] = (), plural: bool = False, limits: bool = False) -> str:
-    """Return what a type accepts, such as ``an integer ≥ 1, or "auto"``; ``limits`` adds the largest integer."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        inner, *more = get_args(annotation)
-        return expected(inner, [*_flat(more), *metadata], plural, limits)
-    if origin in (Union, types.UnionType):
-        parts = [part for part in get_args(annotation) if part is not type(None)]
-        parts = [part for part in parts if not (part is int and float in parts)]
-        # Bounds on a union apply to its numbers.
-        return ", or ".join(expected(part, metadata, plural, limits) for part in reversed(parts))
-    if origin is Literal:
-        values = [f'"{value}"' for value in get_args(annotation)]
-        return values[0] if len(values) == 1 else "one of " + ", ".join(values)
-    if origin is list:
-        return f"a list of {expected(get_args(annotation)[0], plural=True, limits=limits)}"
-    if annotation is bool:
-        return "true or false"
-    if annotation in NUMBER_WORDS:
-        article, word = NUMBER_WORDS[annotation].split()
-        return f"{f'{word}s' if plural else f'{article} {word}'} {bound(metadata, limits)}".rstrip()
-    if annotation is str:
-        for item in metadata:
-            if (pattern := getattr(item, "pattern", None)) in _PATTERNS:
-                return _PATTERNS[pattern]
-        return "strings" if plural else "a string that is not empty" if bound(metadata) else "a string"
-    is_section = isinstance(annotation, type) and issubclass(annotation, Section)
-    return "tables" if plural and is_section else "a table"
+def expected(schema: JsonSchemaValue, plural: bool = False, limits: bool = False) -> str:
+    """Return what a JSON schema accepts, such as ``an integer ≥ 1, or "auto"``; ``limits`` adds the largest integer."""
+    if "anyOf" in schema:
+        kinds = [option.get("type") for option in schema["anyOf"]]
+        dropped = ("null", "integer") if "number" in kinds else ("null",)
+        options = [option for option in reversed(schema["anyOf"]) if option.get("type") not in dropped]
+        return ", or ".join(expected(option, plural, limits) for option in options)
+    if values := _values(schema):
+        quoted = [f'"{value}"' for value in values]
+        return quoted[0] if len(quoted) == 1 else "one of " + ", ".join(quoted)
+    match schema.get("type"):
+        case "array":
+            return f"a list of {expected(schema['items'], plural=True, limits=limits)}"
+        case "boolean":
+            return "true or false"
+        case "integer" | "number" as number:
+            ends = [(sign, schema[name]) for name, sign in SIGNS.items() if name in schema]
+            bounds = [f"{sign} {end}" for sign, end in ends if limits or end not in LARGEST]
+            word = f"{number}s" if plural else f"{'an' if number == 'integer' else 'a'} {number}"
+            return f"{word} {' and '.join(bounds)}".rstrip()
+        case "string" if schema.get("pattern") in _PATTERNS:
+            return _PATTERNS[schema["pattern"]]
+        case "string":
+            return "strings" if plural else "a string that is not empty" if "minLength" in schema else "a string"
+    return "tables" if plural and "$ref" in schema else "a table"
 
 
-def _flat(metadata: Sequence[object]) -> Iterator[object]:
-    for item in metadata:
-        yield from item.metadata if isinstance(item, FieldInfo) else [item]
-
-
-SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 LARGEST = (INT_MAX, 2**63 - 1)
 """Upper bounds that only keep integers within the range of arrays and random streams."""
-
-
-def bound(metadata: Sequence[object], limits: bool = False) -> str:
-    """Return the bounds in a field's metadata, such as ``≥ 0 and < 1``; ``limits`` includes those in ``LARGEST``."""
-    bounds = []
-    for item in _flat(metadata):
-        for name, sign in SIGNS.items():
-            end = getattr(item, name, None)
-            if end is not None and (limits or name != "le" or end not in LARGEST):
-                bounds.append(f"{sign} {end}")
-        if isinstance(item, annotated_types.MinLen):
-            bounds.append("not empty")
-    return " and ".join(bounds)
 
 
 def field_expected(field: FieldInfo, value: object = None) -> str:
     """Return what a field accepts; names the largest integer if ``value`` contains one that may exceed it."""
     values = value if isinstance(value, list) else [value]
-    return expected(field.annotation, field.metadata, limits=any(type(v) is int and v > INT_MAX for v in values))
-
-
-def wrong_entry(annotation: Any, value: object) -> tuple[tuple[str, ...], Any, Any] | None:
-    """Return (path, value, expected type) of the first wrong value in a table whose values have one type, or None."""
-    if get_origin(annotation) is not dict or not isinstance(value, Mapping):
-        return None
-    inner = get_args(annotation)[1]
-    for name, item in value.items():
-        if (deeper := wrong_entry(inner, item)) is not None:
-            return (str(name), *deeper[0]), *deeper[1:]
-        if not _is_valid(inner, item):
-            return (str(name),), item, inner
-    return None
+    limits = any(type(item) is int and item > INT_MAX for item in values)
+    return expected(schema_of(field.annotation, field.metadata), limits=limits)
 
 
 def unsupported(field: FieldInfo, value: object) -> tuple[str, str] | None:
@@ -178,20 +150,13 @@ def unsupported(field: FieldInfo, value: object) -> tuple[str, str] | None:
 
 
 def accepts(field: FieldInfo, value: object) -> bool:
-    kind: Any = field.annotation
-    if field.metadata:
-        kind = Annotated.__class_getitem__((kind, *field.metadata))  # type: ignore[attr-defined]
-    return _is_valid(kind, value)
-
-
-def _is_valid(annotation: Any, value: object) -> bool:
     try:
-        TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
+        adapter_of(field.annotation, field.metadata).validate_python(value)
     except ValidationError:
         return False
     return True
 
 
-def default_of(field: FieldInfo) -> Any:
+def default_of(field: FieldInfo) -> object:
     """Return the field's default; None also if it has none."""
     return None if field.is_required() else field.get_default(call_default_factory=True)  # type: ignore[call-arg]

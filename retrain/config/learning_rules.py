@@ -68,25 +68,19 @@ def anneal_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def group_rules(config: Config) -> Iterator[ConfigIssue]:
-    size, mode = config.training.group_size, config.algorithm.advantage_mode
-    keys = ("training.group_size", "algorithm.advantage_mode")
-    if config.distillation.teacher_only:
-        return  # only the teacher gives advantages
-    if size == 1 and Need.GROUP in advantage_of(mode).needs:
+    """Report groups too small to compare, and dynamic sampling where group rewards do not decide the signal."""
+    size, algorithm, key = config.training.group_size, config.algorithm, "training.dynamic_sampling"
+    mode, keys = algorithm.advantage_mode, ("training.group_size", "algorithm.advantage_mode")
+    from_rewards = not config.distillation.teacher_only
+    if from_rewards and size == 1 and Need.GROUP in advantage_of(mode).needs:
         message = "is 1: advantages compare the completions of a group, and with one of them all are 0"
         yield ConfigIssue(keys, message, "group_size = 8")
-    if size == 2 and mode == "maxrl":
+    if from_rewards and size == 2 and mode == "maxrl":
         message = "is 2: with two completions maxrl equals rloo in expectation"
         yield ConfigIssue(keys, message, "group_size = 8", warning=True)
-
-
-def dynamic_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report dynamic sampling where group rewards do not decide the signal."""
-    training, algorithm = config.training, config.algorithm
-    if not training.dynamic_sampling:
+    if not config.training.dynamic_sampling:
         return
-    key = "training.dynamic_sampling"
-    if training.group_size == 1:
+    if size == 1:
         message = "has no effect: the rewards of a group of one answer are never different"
         yield ConfigIssue((key, "training.group_size"), message, "group_size = 8")
     if algorithm.critic:
@@ -266,30 +260,24 @@ def sepa_rules(config: Config) -> Iterator[ConfigIssue]:
 def maxrl_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report rewards outside [0, 1] with advantages that are defined for [0, 1] only, such as MaxRL."""
     reward, mode = config.reward, config.algorithm.advantage_mode
+    key, fix = "algorithm.advantage_mode", 'advantage_mode = "grpo"'
     if not advantage_of(mode).unit_rewards:
         return
     if reward.type == "reward_model":
         message = f'is "reward_model", whose scores may lie outside [0, 1], for which {mode} is not defined'
-        yield ConfigIssue(("reward.type", "algorithm.advantage_mode"), message, 'advantage_mode = "grpo"', warning=True)
-    yield from _rubric_weight_issues(config)
+        yield ConfigIssue(("reward.type", key), message, fix, warning=True)
+    for table, grader in config.graders[:-1]:  # without the audit, which is never trained on
+        if grader.type != "rubric" or grader.rubric != "explicit":
+            continue
+        if any(criterion.weight_number < 0 for criterion in grader.criteria):
+            message = f"has negative weights: totals can lie below 0, for which {mode} is not defined"
+            yield ConfigIssue((f"{table}.criteria", key), message, fix)
+        elif grader.rubric_column is not None:
+            message = f"may hold negative weights: totals would lie below 0, for which {mode} is not defined"
+            yield ConfigIssue((f"{table}.rubric_column", key), message, fix, warning=True)
     parts = reward.components if reward.type == "weighted" else []
     total = sum(part.weight for part in parts)
     if total > 1 + 1e-9 or any(part.weight < 0 or part.offset != 0 for part in parts):
         message = f"can give totals outside [0, 1], for which {mode} is not defined"
-        fix = 'advantage_mode = "grpo", or weights that add up to at most 1, without offset'
-        yield ConfigIssue(("reward.components", "algorithm.advantage_mode"), message, fix)
-
-
-def _rubric_weight_issues(config: Config) -> Iterator[ConfigIssue]:
-    """Report negative criterion weights, which make totals below 0."""
-    mode = config.algorithm.advantage_mode
-    for table, grader in config.graders:
-        if table == "audit" or grader.type != "rubric" or grader.rubric != "explicit":
-            continue
-        if any(criterion.weight_number < 0 for criterion in grader.criteria):
-            message = f"has negative weights: totals can lie below 0, for which {mode} is not defined"
-            yield ConfigIssue((f"{table}.criteria", "algorithm.advantage_mode"), message, 'advantage_mode = "grpo"')
-        elif grader.rubric_column is not None:
-            message = f"may hold negative weights: totals would lie below 0, for which {mode} is not defined"
-            keys = (f"{table}.rubric_column", "algorithm.advantage_mode")
-            yield ConfigIssue(keys, message, 'advantage_mode = "grpo"', warning=True)
+        fix += ", or weights that add up to at most 1, without offset"
+        yield ConfigIssue(("reward.components", key), message, fix)

@@ -4,7 +4,7 @@ Keys of 0.3: https://github.com/teilomillet/retrain/blob/v0.3.2/retrain/config.p
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class RemovedKey(NamedTuple):
@@ -107,7 +107,7 @@ FLAT_PREFIXES: dict[str, str] = {"optim": "optimizer", "bp": "backpressure"}
 """Short prefixes of sections in flat keys of a condition: ``optim_beta1`` is ``optimizer.beta1``."""
 
 
-def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_removed(config: Mapping[str, object]) -> dict[str, object]:
     """Return a recorded configuration or condition without removed keys; any former stopping rule becomes "on"."""
     cleaned = dict(config)
     for section, key in (dotted.split(".") for dotted in REMOVED):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tomli
 
@@ -22,17 +22,20 @@ from retrain.config.root import Config, homes, sections
 from retrain.config.tasks import FILE_ENDINGS, SOURCES
 from retrain.errors import ConfigError, ConfigProblem, UsageError
 
-_BLANK = re.compile(r"[ \t]*")
-_FILLER = re.compile(r"(?:[ \t\n]+|#[^\n]*)*")
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-_STRING = re.compile(
+_STRING = (
     r'"""(?:\\.|[^\\])*?"""(?:"{0,2})'  # a multi-line string may end in up to two quotes of its own
     r"|'''.*?'''(?:'{0,2})"
     r'|"(?:\\.|[^"\\\n])*"'
-    r"|'[^'\n]*'",
-    re.DOTALL,
+    r"|'[^'\n]*'"
 )
-_SCALAR = re.compile(r"[^,\]}\n#]*")
+_NAME = rf"[ \t]*(?:{_STRING}|[A-Za-z0-9_-]+)[ \t]*"
+_KEY = re.compile(rf"{_NAME}(?:\.{_NAME})*", re.DOTALL)
+_SCALAR = re.compile(rf"""{_STRING}|[^,\]}}\n#"'][^,\]}}\n#]*""", re.DOTALL)
+_FILLER = re.compile(r"(?:[ \t\n]+|#[^\n]*)*")
+_SEPARATOR = re.compile(r"(?:[ \t\n,]+|#[^\n]*)*")
+_EQUALS = re.compile(r".?[ \t]*")
+_HEADER, _HEADER_END = re.compile(r"\[{0,2}"), re.compile(r"\]{0,2}")
+_OPENING, _CLOSING = re.compile(r"[\[{]?"), re.compile(r"[\]}]?")
 
 
 class Repeat(NamedTuple):
@@ -83,7 +86,7 @@ def parse_dict(data: Mapping[str, object], sets: Sequence[str] = ()) -> Config:
     return examine(changed, locations, wrong)[0]
 
 
-def _parse(raw: bytes, name: str) -> tuple[str, dict[str, Any]]:
+def _parse(raw: bytes, name: str) -> tuple[str, dict[str, object]]:
     """Return text and data of a TOML file. Raises ConfigError with the line of a syntax error."""
     text = ""
     try:
@@ -125,7 +128,7 @@ def _syntax_problem(message: str, text: str, name: str) -> ConfigProblem:
 
 
 def _apply_sets(
-    data: dict[str, Any], sets: Iterable[str], locations: KeyLocations, *, is_file: bool = False
+    data: dict[str, object], sets: Iterable[str], locations: KeyLocations, *, is_file: bool = False
 ) -> list[Mistake]:
     """Merge ``section.key=value`` settings into ``data`` and return the malformed ones.
 
@@ -142,9 +145,8 @@ def _apply_sets(
         parts = tuple(part.strip() for part in name.split("."))
         locations.replace(parts)
         _put(data, parts, _set_value(value.strip()))
-        if parts == ("training", "max_steps") and isinstance(data.get("campaign"), dict):
-            # A file's [campaign] max_steps would otherwise override this setting.
-            data["campaign"].pop("max_steps", None)
+        if parts == ("training", "max_steps") and isinstance(campaign := data.get("campaign"), dict):
+            campaign.pop("max_steps", None)  # it would override this setting
     return wrong
 
 
@@ -166,7 +168,7 @@ def _setting_mistake(setting: str, single_run: str) -> Mistake | None:
     return Mistake(("--set",), problem, fix, about=name if equals and name else setting)
 
 
-def _put(table: dict[str, Any], path: tuple[str, ...], value: object) -> None:
+def _put(table: dict[str, object], path: tuple[str, ...], value: object) -> None:
     """Set the value at this path; a value on the way that is no table is replaced by one."""
     for part in path[:-1]:
         inner = table.setdefault(part, {})
@@ -185,7 +187,7 @@ def _set_value(text: str) -> object:
     return parsed["v"] if list(parsed) == ["v"] else text
 
 
-def _resolve_paths(data: dict[str, Any], path: FilePath) -> None:
+def _resolve_paths(data: dict[str, object], path: FilePath) -> None:
     """Make paths of problems and rewards beside the TOML file absolute, so that a resume finds them."""
     graders = [data.get("reward"), data.get("audit"), *_rows(data.get("reward"), "components")]
     named = [(data.get("data"), key) for key in ("source", "eval_source")]
@@ -218,23 +220,21 @@ def key_lines(text: str) -> dict[Path, int]:
     quoted key that contains dots is one name. Implied tables (``a`` in ``[a.b]``) have the line where they first
     appear.
     """
-    return _Walk(text.replace("\r\n", "\n")).document()
+    return _Scan(text).document()
 
 
 def find_repeat(text: str) -> Repeat | None:
     """Return the key or table that ``text``, valid TOML up to its last line, writes twice; None for other faults."""
-    walk = _Walk(text.replace("\r\n", "\n"))
-    with suppress(ValueError, IndexError):  # the scan fails where the text is no longer TOML
-        walk.document()
-    return walk.repeat
+    scan = _Scan(text)
+    with suppress(ValueError):  # the scan fails where the text is no longer TOML
+        scan.document()
+    return scan.repeat
 
 
-class _Walk:
+class _Scan:
     def __init__(self, text: str):
-        self.text = text
-        self.position = 0
-        self.counted = 0
-        self.line = 1
+        self.text = text.replace("\r\n", "\n")
+        self.position, self.line = 0, 1
         self.lines: dict[Path, int] = {}
         self.array_lengths: dict[Path, int] = {}
         self.written: dict[Path, int] = {}
@@ -244,72 +244,50 @@ class _Walk:
         table: Path = ()
         self._skip(_FILLER)
         while self.position < len(self.text):
-            if self._at("["):
-                table = self._header()
+            if brackets := self._skip(_HEADER):
+                table = self._header(is_array=len(brackets) == 2)
             else:
                 self._pair(table)
             self._skip(_FILLER)
         return self.lines
 
-    def _at(self, text: str) -> bool:
-        return self.text.startswith(text, self.position)
-
     def _skip(self, pattern: re.Pattern[str]) -> str:
         match = pattern.match(self.text, self.position)
         if match is None:
-            raise ValueError(f"not TOML at line {self._line()}")
+            raise ValueError(f"not TOML at line {self.line}")
         self.position = match.end()
+        self.line += match.group().count("\n")
         return match.group()
 
-    def _line(self) -> int:
-        self.line += self.text.count("\n", self.counted, self.position)
-        self.counted = self.position
-        return self.line
-
-    def _note(self, path: Path, line: int) -> None:
-        for length in range(1, len(path) + 1):
-            self.lines.setdefault(path[:length], line)
-
-    def _write(self, path: Path, line: int, is_table: bool) -> None:
-        """Record the line of a key or table that may be written only once."""
-        if path in self.written and self.repeat is None:
-            self.repeat = Repeat(path, self.written[path], line, is_table)
-        self.written.setdefault(path, line)
-        self._note(path, line)
-
-    def _name(self) -> str:
-        if self.text[self.position] in "\"'":
-            quoted = self._skip(_STRING)
-            return next(iter(tomli.loads(f"{quoted} = 0")))
-        return self._skip(_BARE_KEY)
-
     def _names(self) -> list[str]:
-        names = []
-        while True:
-            self._skip(_BLANK)
-            names.append(self._name())
-            self._skip(_BLANK)
-            if not self._at("."):
-                return names
-            self.position += 1
+        names: list[str] = []
+        inner: object = tomli.loads(f"{self._skip(_KEY)} = 0")
+        while isinstance(inner, dict):
+            ((name, inner),) = inner.items()
+            names.append(name)
+        return names
 
-    def _header(self) -> Path:
-        is_array = self._at("[[")
-        self.position += 2 if is_array else 1
-        line = self._line()
-        names = self._names()
-        self.position += 2 if is_array else 1
+    def _write(self, path: Path, above: int, is_table: bool) -> None:
+        """Record the line of a key or table that may be written only once; it defines all but the first ``above`` names
+        of its path."""
+        if path in self.written and self.repeat is None:
+            self.repeat = Repeat(path, self.written[path], self.line, is_table)
+        for length in range(1, len(path) + 1):
+            self.lines.setdefault(path[:length], self.line)
+            if length > above:
+                self.written.setdefault(path[:length], self.line)
+
+    def _header(self, is_array: bool) -> Path:
         path: Path = ()
-        for name in names[:-1]:
+        *parents, last = self._names()
+        for name in parents:
             path = self._latest((*path, name))
-        path = (*path, names[-1])
+        path = (*path, last)
         if is_array:
-            index = self.array_lengths.get(path, 0)
-            self.array_lengths[path] = index + 1
-            path = (*path, index)
-        else:
-            path = self._latest(path)
-        self._write(path, line, is_table=True)
+            self.array_lengths[path] = self.array_lengths.get(path, 0) + 1
+        path = self._latest(path)
+        self._write(path, len(path) - 1, is_table=True)
+        self._skip(_HEADER_END)
         return path
 
     def _latest(self, path: Path) -> Path:
@@ -318,40 +296,23 @@ class _Walk:
         return path if length is None else (*path, length - 1)
 
     def _pair(self, table: Path) -> None:
-        line = self._line()
         path = (*table, *self._names())
-        for length in range(len(table) + 1, len(path)):  # a dotted key also defines the tables in it
-            self.written.setdefault(path[:length], line)
-        self.position += 1  # the equals sign
-        self._write(path, line, is_table=False)
-        self._skip(_BLANK)
+        self._write(path, len(table), is_table=False)
+        self._skip(_EQUALS)
         self._value(path)
 
     def _value(self, path: Path) -> None:
-        if self._at("["):
-            self.position += 1
-            self._skip(_FILLER)
-            index = 0
-            while not self._at("]"):
-                self._note((*path, index), self._line())
+        opening = self._skip(_OPENING)
+        if not opening:
+            self._skip(_SCALAR)
+            return
+        index = 0
+        self._skip(_SEPARATOR)
+        while not self._skip(_CLOSING):
+            if opening == "{":
+                self._pair(path)
+            else:
+                self.lines.setdefault((*path, index), self.line)
                 self._value((*path, index))
                 index += 1
-                self._separator()
-            self.position += 1
-        elif self._at("{"):
-            self.position += 1
-            self._skip(_FILLER)
-            while not self._at("}"):
-                self._pair(path)
-                self._separator()
-            self.position += 1
-        elif self.text[self.position] in "\"'":
-            self._skip(_STRING)
-        else:
-            self._skip(_SCALAR)
-
-    def _separator(self) -> None:
-        self._skip(_FILLER)
-        if self._at(","):
-            self.position += 1
-        self._skip(_FILLER)
+            self._skip(_SEPARATOR)

@@ -237,12 +237,9 @@ def minutes_of(limit: str) -> int:
         raise ValueError(limit)
     days, *rest = match.groups()
     parts = [int(part) for part in rest if part is not None]
-    if days is not None:
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    elif len(parts) == 3:
-        hours, minutes, seconds = parts
-    else:
-        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    if days is None and len(parts) < 3:
+        parts.insert(0, 0)  # no hours
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
     return (int(days or 0) * 24 + hours) * 60 + minutes + (seconds > 0)
 
 

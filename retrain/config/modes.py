@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
@@ -41,7 +41,7 @@ class Need(StrEnum):
 class Parameter:
     """A key of [algorithm] that one mode declares: type with bounds, default and documentation."""
 
-    annotation: Any
+    annotation: object
     default: object
     description: str
 
@@ -296,13 +296,6 @@ MODES: dict[str, Mapping[str, Mode]] = {
     "uncertainty_kind": UNCERTAINTIES,
     "loss": LOSSES,
 }
-UNSUPPORTED: dict[str, dict[str, tuple[str, str]]] = {
-    "transform_mode": {
-        name: ("this variant is not available", 'transform_mode = "gtpo_sepa"')
-        for name in ("gtpo_sepa_amp", "gtpo_sepa_amp_c")
-    }
-}
-"""Modes of other tools that retrain does not have, with (why, what to type instead)."""
 
 Named = str | Callable[..., object]
 """A mode as a configuration names it, or the user's own code, loaded."""

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, get_origin
 
 import tomli
 from pydantic import ValidationError
@@ -18,10 +18,10 @@ from retrain.config.describe import (
     expected,
     field_expected,
     kind,
+    schema_of,
     show,
     toml,
     unsupported,
-    wrong_entry,
 )
 from retrain.config.legacy import REPLACED, REPLACED_SECTIONS
 from retrain.config.root import fields_of, homes, keys, listed, lists, sections
@@ -108,9 +108,8 @@ def _mistake(details: ErrorDetails, data: Mapping[str, object]) -> Mistake:
     if details["type"] == "extra_forbidden":
         return unknown(tuple(location), details["input"])
     if len(location) < 2:
-        name = str(location[0]) if location else "configuration"
-        return _not_a_table((name,), details["input"])
-    path, field = _field(location)
+        return _not_a_table(location, details["input"])
+    path, field, inside = _field(location)
     if field is None:
         return _not_a_table(path, details["input"])
     name = str(path[-1])
@@ -122,19 +121,20 @@ def _mistake(details: ErrorDetails, data: Mapping[str, object]) -> Mistake:
     value: Any = data
     for part in path:
         value = value[part]
-    return wrong_value(path, field, value)
+    return wrong_value(path, field, value, inside)
 
 
-def _field(location: tuple[int | str, ...]) -> tuple[Path, FieldInfo | None]:
-    """Return the path of the key that contains an error, and its field; None if a whole table is wrong."""
+def _field(location: Path) -> tuple[Path, FieldInfo | None, Path]:
+    """Return the path of the key that contains an error, its field (None if a whole table is wrong), and the place in
+    its value."""
     path: Path = (str(location[0]), str(location[1]))
     field, inside = keys()[f"{path[0]}.{path[1]}"], location[2:]
     while inside and (table := listed(field)):
         path = (*path, inside[0])
         if len(inside) == 1:
-            return path, None
+            return path, None, ()
         path, field, inside = (*path, inside[1]), fields_of(table)[str(inside[1])], inside[2:]
-    return path, field
+    return path, field, inside
 
 
 def _not_a_table(path: Path, value: object) -> Mistake:
@@ -142,8 +142,6 @@ def _not_a_table(path: Path, value: object) -> Mistake:
     if isinstance(path[-1], int):
         of_list = ".".join(part for part in path if isinstance(part, str))
         return Mistake(path, f"is {show(value)}, {kind(value)}, but must be a table", f"[[{of_list}]]")
-    if name not in sections():
-        return unknown(path, value)
     if isinstance(value, list):
         return Mistake(path, f"is a list, but there is one [{name}]", f"[{name}]")
     fix = f"[{name}]"
@@ -157,7 +155,8 @@ def _example(field: FieldInfo) -> object:
     return default if default is not None else next(iter(choices(field)), "…")
 
 
-def wrong_value(path: Path, field: FieldInfo, value: object) -> Mistake:
+def wrong_value(path: Path, field: FieldInfo, value: object, inside: Path) -> Mistake:
+    """Return the mistake of a value; ``inside`` is where in the value pydantic found it."""
     name = str(path[-1])
     if known := unsupported(field, value):
         return Mistake(path, f"is {show(value)}: {known[0]}", known[1])
@@ -168,16 +167,26 @@ def wrong_value(path: Path, field: FieldInfo, value: object) -> Mistake:
             return Mistake(path, message, f"{name} = {show(f'{module}:{function}')}")
         message = f"is {show(value)}: code of your own cannot be named here"
         return Mistake(path, message, f"{name} = {show(_example(field))}")
-    if (entry := wrong_entry(field.annotation, value)) is not None:
-        names, item, wanted = entry
+    if get_origin(field.annotation) is dict and isinstance(value, Mapping):
+        names, item, wanted = _wrong_entry(field.annotation, value, inside)
         fix = f'{names[-1]} = "{show(item)[1:-1]}"' if isinstance(item, list) and str in get_args(wanted) else ""
-        message = f"has {'.'.join(names)} = {show(item)}, {kind(item)}, but its values must be {expected(wanted)}"
+        message = f"has {'.'.join(names)} = {show(item)}, {kind(item)}, but its values must be "
+        message += expected(schema_of(wanted))
         return Mistake(path, message, fix or _suggestion(name, field, value))
     message = f"is {show(value)}" if value != [] else "is an empty list"
     if not isinstance(value, list):
         message += f", {kind(value)}" if not _same_kind(field, value) else ""
     message += f", but must be {field_expected(field, value)}" + (", at least one" if value == [] else "")
     return Mistake(path, message, _suggestion(name, field, value))
+
+
+def _wrong_entry(annotation: object, value: object, inside: Path) -> tuple[list[str], object, object]:
+    """Return (names, value, expected type) of the wrong entry of a table whose entries have one type."""
+    names: list[str] = []
+    while get_origin(annotation) is dict and isinstance(value, Mapping):
+        names.append(str(inside[len(names)]))
+        annotation, value = get_args(annotation)[1], value[names[-1]]
+    return names, value, annotation
 
 
 def _same_kind(field: FieldInfo, value: object) -> bool:

@@ -243,7 +243,7 @@ def defines_run(dotted: str) -> bool:
     return role is None or role not in Role.RECORDS | Role.NAMES
 
 
-def flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
     """Yield the (dotted key, value) of every value in nested mappings."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -276,26 +276,17 @@ def unused(config: Config, dotted: str, override: bool = False) -> ConfigIssue |
 
 
 @cache
-def _defaults() -> dict[str, dict[str, object]]:
+def _defaults() -> dict[str, object]:
     default = Config()
-    return {
-        section: {dotted: value_at(default, dotted) for dotted in keys() if dotted.partition(".")[0] == section}
-        for section in sections()
-    }
+    return {dotted: value_at(default, dotted) for dotted in keys()}
 
 
 def differs(config: Config, dotted: str) -> bool:
-    return value_at(config, dotted) != _defaults()[dotted.partition(".")[0]][dotted]
+    return value_at(config, dotted) != _defaults()[dotted]
 
 
 def differing(config: Config) -> dict[str, object]:
-    return {
-        dotted: value
-        for section, defaults in _defaults().items()
-        if getattr(config, section).model_fields_set
-        for dotted, default in defaults.items()
-        if (value := value_at(config, dotted)) != default
-    }
+    return {dotted: value_at(config, dotted) for dotted in keys() if differs(config, dotted)}
 
 
 def effective(config: Config) -> dict[str, object]:
@@ -308,5 +299,5 @@ def without_unused(config: Config) -> dict[str, Any]:
     dumped = config.model_dump()
     for dotted in differing(config).keys() - effective(config):
         section, _, key = dotted.partition(".")
-        dumped[section][key] = _defaults()[section][dotted]
+        dumped[section][key] = _defaults()[dotted]
     return dumped

@@ -394,7 +394,6 @@ RULES = (
     server_rules,
     learning_rules.anneal_rules,
     learning_rules.group_rules,
-    learning_rules.dynamic_rules,
     learning_rules.update_rules,
     learning_rules.critic_rules,
     learning_rules.distillation_rules,

@@ -34,7 +34,7 @@ class RunSpec:
     label: str
     seed: int
     condition_index: int
-    overrides: dict[str, Any]
+    overrides: dict[str, object]
     is_campaign: bool
     config: Config
 
@@ -66,12 +66,12 @@ def run_place(spec: RunSpec) -> str:
 
 
 @cache
-def _defaults() -> dict[str, Any]:
+def _defaults() -> dict[str, object]:
     return dict(flat(Config(campaign=CampaignSection()).to_dict()))
 
 
 def differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], matters: Callable[[str], bool] = defines_run
+    old: Mapping[str, object], new: Mapping[str, object], matters: Callable[[str], bool] = defines_run
 ) -> dict[str, tuple[Any, Any]]:
     """Return (old, new) by dotted key for every key that matters and differs. Unset and empty are equal, and a key that
     an older record lacks has its default."""
@@ -92,7 +92,7 @@ def distinguishes_runs(key: str) -> bool:
     return role is None or not role & MAY_DIFFER
 
 
-def condition_hash(config: Mapping[str, Any]) -> str:
+def condition_hash(config: Mapping[str, object]) -> str:
     """Return a hash (16 hex digits) of the settings that distinguish runs, without steps and default values."""
     settings = {
         key: value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -353,18 +353,18 @@ class EnvironmentSection(Section, role=Role.SAMPLES):
     provider: Annotated[OptionalText, AfterValidator(_provider)] = None
     """Provider of the environment: `reasoning_gym`, `verifiers`, `openenv`, or `module:Class` of your own, which has
     `problems(split)` and `start(problem, seed)`. It brings its own problems and rewards."""
-    id: OptionalText | list[str | dict[str, Any]] | dict[str, Any] = None
+    id: OptionalText | list[str | dict[str, object]] | dict[str, object] = None
     """Name of the provider's environment; for `reasoning_gym` also a list of names or of tables with `name`, `weight`
     and `config`."""
-    args: Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value == "" else value)] = Field(
+    args: Annotated[dict[str, object], BeforeValidator(lambda value: {} if value == "" else value)] = Field(
         default_factory=dict
     )
     """Arguments of the environment."""
     tools: Annotated[
-        list[Text | dict[str, Any]],
+        list[Text | dict[str, object]],
         BeforeValidator(
             lambda value: [value] if isinstance(value, str | dict) else value,
-            json_schema_input_type=str | dict[str, Any] | list[str | dict[str, Any]],
+            json_schema_input_type=str | dict[str, object] | list[str | dict[str, object]],
         ),
     ] = Field(default_factory=list)
     """Tools that the model may call while it solves a problem of [data]: `calculator`, `python`, `search`,

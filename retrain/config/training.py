@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from retrain.config.algorithm import CLIPPED
 from retrain.config.base import (
@@ -15,6 +15,7 @@ from retrain.config.base import (
     ConfigIssue,
     Count,
     Decay,
+    MinusOneIsZero,
     Natural,
     NotNegative,
     OptionalCount,
@@ -27,15 +28,14 @@ from retrain.config.base import (
     Seed,
     Share,
     Text,
-    minus_one,
-    zero_is_none,
+    ZeroIsNone,
 )
 from retrain.config.describe import no_effect
 from retrain.config.modes import used_by
 
 MOST_KEPT = 1024
 """Most tokens that truncated sampling keeps at a position; the kept ones are recorded for the update."""
-TopK = Annotated[Annotated[int, Field(ge=0, le=MOST_KEPT)], minus_one(0)]
+TopK = Annotated[Annotated[int, Field(ge=0, le=MOST_KEPT)], MinusOneIsZero]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Sampling:
 class Training(Section, role=Role.LEARNS):
     """Training loop: size and number of the optimizer steps."""
 
-    seed: Annotated[Seed, minus_one(0), Role.LEARNS | Role.NAMES] = 0
+    seed: Annotated[Seed, MinusOneIsZero, Role.LEARNS | Role.NAMES] = 0
     """Seed of a single run; `[campaign] seeds` replaces it in a campaign. -1 ("no seed") is read as 0."""
     max_steps: Count = 100
     """Optimizer steps of a run."""
@@ -113,11 +113,7 @@ class Training(Section, role=Role.LEARNS):
     clip_eps: Annotated[Decay, *CLIPPED] = 0.2
     """The importance ratio is clipped at 1 − clip_eps below, and above unless `clip_eps_high` is set. 0 switches
     clipping off."""
-    clip_eps_high: Annotated[
-        Annotated[float, Field(gt=0, le=100)] | None,
-        BeforeValidator(zero_is_none, json_schema_input_type=NotNegative | None),
-        *CLIPPED,
-    ] = None
+    clip_eps_high: Annotated[Annotated[float, Field(gt=0, le=100)] | None, ZeroIsNone, *CLIPPED] = None
     """Upper clip at 1 + clip_eps_high; unset or 0 follows `clip_eps`."""
     micro_batch_tokens: Annotated[Literal["auto"] | Count, Role.SPEED] = "auto"
     """Tokens in one forward and backward pass; `auto` chooses by model and device, and halves when memory runs out.

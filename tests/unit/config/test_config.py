@@ -154,6 +154,7 @@ SYNTAX = [
     ("[squeeze]\nenabled = False", "f.toml:2", "enabled = false"),
     ("[a.b]\nc = 1\n[a]\nb.d = 2\n", "f.toml:4", "cannot redefine namespace a.b at"),
     ('[data]\n\nsource = "gsm8k', "f.toml:3", "strings are in quotes"), ("a = [1,\n2", "f.toml:2", "end of the file"),
+    ("x = [1}", "f.toml:1", "is not TOML"),
     ("x = " + "9" * 5000, "f.toml:1", "is not TOML"), ("x = " + "[" * 5000, "f.toml:1", "nested too deeply"),
 ]  # fmt: skip
 
