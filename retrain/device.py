@@ -106,12 +106,6 @@ def memory_share() -> float:
     return float(os.environ.get(MEMORY_SHARE, "1"))
 
 
-def usable_gpu() -> str:
-    """Return the name of the first GPU; "" if there is none, or the installed torch is a CPU-only build."""
-    gpus = nvidia_gpus()
-    return gpus[0].name if gpus and not cpu_build() else ""
-
-
 def cpu_build() -> str:
     """Return the version of the installed torch if it is a CPU-only build, else "".
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +46,16 @@ class Tokenizer:
         if table is not None:
             return text_and_offsets([table[i] if i < len(table) else b"" for i in token_ids])
         backend = getattr(self.source, "backend_tokenizer", None)
-        offsets: list[tuple[int, int]] = []
         if backend is None:  # without a fast backend: use the lengths of decoded prefixes
-            text = ""
-            for end in range(1, len(token_ids) + 1):
-                longer = self.decode(token_ids[:end])
-                offsets.append((len(text), max(len(text), len(longer))))
-                text = longer
-            return text, offsets
-        from tokenizers.decoders import DecodeStream
+            ends = [len(self.decode(token_ids[: i + 1])) for i in range(len(token_ids))]
+            text = self.decode(token_ids)
+        else:
+            from tokenizers.decoders import DecodeStream
 
-        stream = DecodeStream(skip_special_tokens=True)
-        pieces = [stream.step(backend, token_id) or "" for token_id in token_ids]
-        start = 0
-        for piece in pieces:
-            offsets.append((start, start + len(piece)))
-            start += len(piece)
-        return "".join(pieces), offsets
+            stream = DecodeStream(skip_special_tokens=True)
+            pieces = [stream.step(backend, token_id) or "" for token_id in token_ids]
+            ends, text = list(accumulate(map(len, pieces))), "".join(pieces)
+        return text, [(start, max(start, end)) for start, end in pairwise([0, *ends])]
 
 
 class ByteTokenizer:

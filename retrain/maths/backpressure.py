@@ -52,11 +52,8 @@ def fit_usl(loads: Sequence[float], throughputs: Sequence[float]) -> UslFit:
     n, x = np.asarray(loads, dtype=np.float64), np.asarray(throughputs, dtype=np.float64)
     unit = float((x / n).max())  # the fit runs in units of λ, so that all three parameters are of order 1 or less
 
-    def residuals(p: np.ndarray) -> np.ndarray:
-        return np.asarray(usl(n, *p)) - x / unit
-
     fit = least_squares(
-        residuals,
+        lambda p: np.asarray(usl(n, *p)) - x / unit,
         x0=(1.0, 0.02, 1e-3),
         jac=lambda p: _jacobian(n, *p),  # type: ignore[arg-type]
         bounds=([1e-6, 0.0, 0.0], [np.inf, 1.0, np.inf]),
@@ -68,10 +65,9 @@ def fit_usl(loads: Sequence[float], throughputs: Sequence[float]) -> UslFit:
     scaled, sigma, kappa = (float(value) for value in fit.x)
     # The solver keeps strictly inside its bounds, so that a κ at the bound 0 comes back as a tiny positive number.
     kappa = 0.0 if kappa < 1e-12 else kappa
-    jacobian = _jacobian(n, scaled, sigma, kappa)
-    noise = float((residuals(fit.x) ** 2).sum()) / (len(n) - PARAMETERS)
+    noise = 2.0 * fit.cost / (len(n) - PARAMETERS)
     # JᵀJ is nearly singular when the measured loads lie close together.
-    covariance = noise * np.linalg.pinv(jacobian.T @ jacobian)
+    covariance = noise * np.linalg.pinv(fit.jac.T @ fit.jac)
     kappa_se = math.sqrt(max(float(covariance[2, 2]), 0.0))
     n_star = math.sqrt((1.0 - sigma) / kappa) if kappa > 0.0 and sigma < 1.0 else None
     return UslFit(scaled * unit, sigma, kappa, kappa_se, n_star)
@@ -181,23 +177,17 @@ def decide(
             return _move("unbounded", roofline or "optimal", load, limits.max_load, **facts)
         return _move("explore", roofline or "warmup", load, min(2 * load, limits.max_load), **facts)
     if min(loads) < fit.n_star < max(loads):
-        return _move_to_peak(fit.n_star, load, limits, roofline, facts)
+        aim = int(limits.allowed(round(fit.n_star * limits.throttle_margin)))
+        regime = "retrograde" if load > fit.n_star else roofline or "optimal"
+        # Hysteresis: between increase_margin·target and n* the load stays, or noise in the fitted n* would move it
+        # every step.
+        moves = (load > fit.n_star and aim < load) or load < limits.increase_margin * aim
+        return replace(_move("fit", regime, load, aim if moves else load, **facts), n_star=fit.n_star)
     if fit.n_star >= max(loads):
         target = max(load, min(2 * load, math.ceil(BEYOND_PEAK * fit.n_star), limits.max_load))
     else:
         target = min(load, max(math.floor(fit.n_star * limits.throttle_margin), limits.min_load))
     return _move("explore", roofline or "warmup", load, target, **facts)
-
-
-def _move_to_peak(
-    n_star: float, load: int, limits: PressureLimits, roofline: str | None, facts: dict[str, float]
-) -> Decision:
-    aim = int(limits.allowed(round(n_star * limits.throttle_margin)))
-    regime = "retrograde" if load > n_star else roofline or "optimal"
-    # Hysteresis: between increase_margin·target and n* the load stays, or noise in the fitted n* would move it every
-    # step.
-    moves = (load > n_star and aim < load) or load < limits.increase_margin * aim
-    return replace(_move("fit", regime, load, aim if moves else load, **facts), n_star=n_star)
 
 
 def _unmeasured(loads: Sequence[float], load: int, limits: PressureLimits) -> int:

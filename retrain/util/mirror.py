@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -75,7 +75,9 @@ class Mirror:
             facts |= {MANIFEST: [0, 0]} if manifest else {}
             if facts != self._indexed:
                 self._write_index(facts)
-            self._delete(self._uploaded.keys() - facts.keys())
+            for name in self._uploaded.keys() - facts.keys():
+                with suppress(FileNotFoundError):
+                    self.store.rm_file(name)
             self._uploaded = facts
 
     def _upload_groups(self, groups: list[list[str]], facts: dict[str, list[int]]) -> list[str]:
@@ -101,11 +103,6 @@ class Mirror:
                 raise
             return False
         return True
-
-    def _delete(self, names: Set[str]) -> None:
-        for name in names:
-            with suppress(FileNotFoundError):
-                self.store.rm_file(name)
 
     def fetch(self) -> None:
         """Download the copy to ``directory``, which must not exist. Raises UsageError, StorageError."""
