@@ -13,6 +13,7 @@ import numpy as np
 from retrain.errors import ModelError
 from retrain.maths.arrays import OffsetArray
 from retrain.models.directory import find_file
+from retrain.util.jsonl import Row
 
 Offsets = np.ndarray | list[tuple[int, int]]  # Character range [start, end) of each token
 
@@ -63,10 +64,10 @@ class ByteTokenizer:
 
     chat_template = None
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
         return {"input_ids": list(text.encode("utf-8", errors="surrogateescape"))}
 
-    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+    def decode(self, token_ids: Sequence[int], **_: object) -> str:
         """Return the text; ids above 255 are skipped."""
         return bytes(token for token in token_ids if 0 <= token < 256).decode("utf-8", errors="surrogateescape")
 
@@ -124,7 +125,7 @@ def light_tokenizer(model: str, revision: str | None = None) -> LightTokenizer:
     return LightTokenizer(tokenizer, template, named)
 
 
-def _settings(path: Path | None) -> dict[str, Any]:
+def _settings(path: Path | None) -> Row:
     return {} if path is None else json.loads(path.read_text(encoding="utf-8"))
 
 

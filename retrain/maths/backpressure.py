@@ -177,17 +177,23 @@ def decide(
             return _move("unbounded", roofline or "optimal", load, limits.max_load, **facts)
         return _move("explore", roofline or "warmup", load, min(2 * load, limits.max_load), **facts)
     if min(loads) < fit.n_star < max(loads):
-        aim = int(limits.allowed(round(fit.n_star * limits.throttle_margin)))
-        regime = "retrograde" if load > fit.n_star else roofline or "optimal"
-        # Hysteresis: between increase_margin·target and n* the load stays, or noise in the fitted n* would move it
-        # every step.
-        moves = (load > fit.n_star and aim < load) or load < limits.increase_margin * aim
-        return replace(_move("fit", regime, load, aim if moves else load, **facts), n_star=fit.n_star)
+        return _move_to_peak(fit.n_star, load, limits, roofline, facts)
     if fit.n_star >= max(loads):
         target = max(load, min(2 * load, math.ceil(BEYOND_PEAK * fit.n_star), limits.max_load))
     else:
         target = min(load, max(math.floor(fit.n_star * limits.throttle_margin), limits.min_load))
     return _move("explore", roofline or "warmup", load, target, **facts)
+
+
+def _move_to_peak(
+    n_star: float, load: int, limits: PressureLimits, roofline: str | None, facts: dict[str, float]
+) -> Decision:
+    aim = int(limits.allowed(round(n_star * limits.throttle_margin)))
+    regime = "retrograde" if load > n_star else roofline or "optimal"
+    # Hysteresis: between increase_margin·target and n* the load stays, or noise in the fitted n* would move it every
+    # step.
+    moves = (load > n_star and aim < load) or load < limits.increase_margin * aim
+    return replace(_move("fit", regime, load, aim if moves else load, **facts), n_star=n_star)
 
 
 def _unmeasured(loads: Sequence[float], load: int, limits: PressureLimits) -> int:

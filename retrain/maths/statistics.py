@@ -44,19 +44,6 @@ class Interval:
 # Evaluations: the problem is the unit
 
 
-def _cluster_moments(values: np.ndarray, clusters: Sequence[Hashable]) -> tuple[float, float, int]:
-    """Return the mean, its standard error clustered with a G/(G−1) correction, and the number G of clusters."""
-    index = {name: i for i, name in enumerate(dict.fromkeys(clusters))}
-    of_cluster = np.array([index[name] for name in clusters])
-    mean = float(values.mean())
-    # Samples of one problem are correlated: residuals are added within a cluster before they are squared (Liang and
-    # Zeger 1986).
-    residual_sums = np.bincount(of_cluster, weights=values - mean, minlength=len(index))
-    count = len(index)
-    correction = count / (count - 1) if count > 1 else 1.0
-    return mean, math.sqrt(correction * float((residual_sums**2).sum())) / len(values), count
-
-
 def accuracy_interval(correct: Values, clusters: Sequence[Hashable]) -> Interval:
     """Return the share of correct samples with a Wilson interval at the clustered effective sample size, within [0, 1].
 
@@ -67,9 +54,15 @@ def accuracy_interval(correct: Values, clusters: Sequence[Hashable]) -> Interval
     values = _vector(np.asarray(correct, dtype=np.float64), "correctness")
     if ((values < 0.0) | (values > 1.0)).any():
         raise ValueError("correctness must lie in [0, 1]")
-    p, error, count = _cluster_moments(values, clusters)
+    index = {name: i for i, name in enumerate(dict.fromkeys(clusters))}
+    p, count = float(values.mean()), len(index)
     if count < 2:
         return Interval(p, None, None)
+    of_cluster = np.array([index[name] for name in clusters])
+    # Samples of one problem are correlated: residuals are added within a cluster before they are squared (Liang and
+    # Zeger 1986, with the correction G/(G−1) for G clusters).
+    residual_sums = np.bincount(of_cluster, weights=values - p, minlength=count)
+    error = math.sqrt(count / (count - 1) * float((residual_sums**2).sum())) / len(values)
     size = min(p * (1.0 - p) / error**2, len(values)) if error > 0.0 and 0.0 < p < 1.0 else float(count)
     return score_interval(p, size, _t_quantile(count - 1))
 
@@ -158,13 +151,14 @@ def _vote(answers_K: Sequence[Hashable | None], correct_K: Sequence[bool]) -> fl
 # Comparisons: the seed is the unit
 
 
-def iqm(values: Table, axis: int = -1) -> Table | float:
-    """Return the interquartile mean: the mean without the lowest and highest ⌊n/4⌋ values (25 % trimmed mean)."""
-    array = np.sort(np.asarray(values, dtype=np.float64), axis=axis)
-    n = array.shape[axis]
+def iqm(values: Table) -> Table | float:
+    """Return the interquartile mean over the last axis: the mean without the lowest and highest ⌊n/4⌋ values (25 %
+    trimmed mean)."""
+    array = np.sort(np.asarray(values, dtype=np.float64), axis=-1)
+    n = array.shape[-1]
     if n == 0:
         raise ValueError("an interquartile mean needs at least one value")
-    kept = np.take(array, np.arange(n // 4, n - n // 4), axis=axis).mean(axis=axis)
+    kept = array[..., n // 4 : n - n // 4].mean(axis=-1)
     return float(kept) if kept.ndim == 0 else kept
 
 

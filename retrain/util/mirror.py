@@ -24,6 +24,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from retrain.errors import LeaseLost, NotOurs, RetrainError, StorageError, UsageError, first_line
 from retrain.files import ASIDE, aside_of, dumps, prepare_directory, publish_directory
 from retrain.ownership import LAYOUT, MARK, mark_of, owner_of
+from retrain.util.jsonl import Row
 
 INDEX = ".mirror_index.json"
 MANIFEST = "manifest.json"
@@ -123,7 +124,7 @@ class Mirror:
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
 
-    def index(self) -> dict[str, Any]:
+    def index(self) -> Row:
         try:
             return json.loads(self.store.cat_file(INDEX))
         except FileNotFoundError:

@@ -296,7 +296,7 @@ class _ConditionBuilder:
             **vars(_summary(label, results, measure)),
             seeds=[run.seed for run in runs],
             iqm=_iqm(values, measure, _resolution(finished, measure), level=True) if values else None,
-            mean_bootstrap=_bootstrap(values, np.mean),
+            mean_bootstrap=_bootstrap(values, partial(np.mean, axis=-1)),
             iqm_bootstrap=_bootstrap(values, iqm),
             missing=[_missing(run, measure) for run in runs if run.pair not in results],
             failed=sum(run.state == "failed" for run in runs),
@@ -388,7 +388,7 @@ def _bootstrapped(interval: Interval, pairs: int) -> Bounds:
 def _bootstrap(values: Sequence[float], statistic: Callable[..., Floats | float]) -> Bounds | None:
     if not values:
         return None
-    interval = bootstrap_interval([values], np.random.default_rng(0), partial(statistic, axis=-1))
+    interval = bootstrap_interval([values], np.random.default_rng(0), statistic)
     return _bootstrapped(interval, len(values))
 
 
