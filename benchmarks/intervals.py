@@ -40,11 +40,11 @@ def _lows(gains: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
     """Lower ends of [simulations, problems]: Tango's and Agresti and Min's."""
     support = np.arange(-samples, samples + 1) / samples
     shares = np.stack([(np.rint(gains * samples) == k).mean(axis=1) for k in range(-samples, samples + 1)], axis=1)
-    score = -1.0 + smallest_room((support + 1.0)[None], shares, gains.shape[1], _t_quantile(0.95, math.inf))
+    score = -1.0 + smallest_room((support + 1.0)[None], shares, gains.shape[1], _t_quantile(math.inf))
     n = gains.shape[1]
     centre = gains.sum(axis=1) / (n + 2)
     variance = ((gains**2).sum(axis=1) + 1.0) / (n + 2) - centre**2
-    return score, centre - _t_quantile(0.95, n - 1) * np.sqrt(variance / (n + 2))
+    return score, centre - _t_quantile(n - 1) * np.sqrt(variance / (n + 2))
 
 
 def kept(count: int) -> Iterator[str]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,12 +106,6 @@ def processor() -> str:
 
 def memory_share() -> float:
     return float(os.environ.get(MEMORY_SHARE, "1"))
-
-
-def usable_gpu() -> str:
-    """Return the name of the first GPU; "" if there is none, or the installed torch is a CPU-only build."""
-    gpus = nvidia_gpus()
-    return gpus[0].name if gpus and not cpu_build() else ""
 
 
 def cpu_build() -> str:
@@ -305,8 +299,8 @@ def described(device: torch.device) -> str:
     return f"{facts.name} (compute capability {facts.major}.{facts.minor})"
 
 
-def torchrun_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    return int(environment["RANK"]) if "TORCHELASTIC_RUN_ID" in environment else None
+def torchrun_rank() -> int | None:
+    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def gpu_facts(device: torch.device) -> dict[str, dict[str, object]]:

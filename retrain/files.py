@@ -163,27 +163,6 @@ def append_bytes(path: Path, data: bytes) -> int:
     return begin
 
 
-class GrowingFile:
-    """Reads JSON lines that another process has appended to a file since the last call. The file is reopened each time,
-    because NFS shows another machine the state at which the writer last closed it."""
-
-    def __init__(self, path: Path):
-        self.path, self._offset = path, 0
-
-    def lines(self) -> list[dict[str, Any]]:
-        """Return the complete lines since the last call. A line that is incomplete, or whose bytes NFS still shows as
-        zeros, is returned by a later call."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self._offset)
-                data = file.read().partition(b"\0")[0]
-        except FileNotFoundError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
-
-
 def iter_jsonl(path: Path) -> Iterator[Any]:
     """Yield all complete rows; skip a torn last line (killed while writing). Raises CheckpointError with file and line
     when another line is not JSON, and PermissionError."""

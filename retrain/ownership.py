@@ -212,24 +212,19 @@ def remove_leftovers(directory: Path) -> None:
 def refuse_links(directory: Path) -> None:
     """Raise UsageError if a path that a run writes or rereads is a symbolic link, through which writes could leave
     ``directory``. Links above ``directory`` are allowed; wandb makes links of its own."""
-    for top in sorted(directory.iterdir()) if directory.is_dir() else ():
-        if not any(fnmatchcase(top.name, pattern) for pattern in LAYOUT):
-            continue
-        below = (os.path.join(folder, name) for folder, names in _walked(top) for name in names)
-        for path in (str(top), *below):
+    for folder, folders, files in os.walk(directory):
+        names = sorted([*folders, *files])
+        if Path(folder) == directory:
+            names = [name for name in names if any(fnmatchcase(name, pattern) for pattern in LAYOUT)]
+        elif os.path.basename(folder) == "wandb":  # wandb creates its own links, at any depth
+            names = []
+        for path in (os.path.join(folder, name) for name in names):
             if os.path.islink(path):
                 raise UsageError(
                     f"{path} is a symbolic link: nothing is written through links inside a run directory; "
                     "put what it points to in its place (the whole directory may be a link)"
                 )
-
-
-def _walked(top: Path) -> Iterable[tuple[str, list[str]]]:
-    for folder, folders, files in os.walk(top):
-        if os.path.basename(folder) == "wandb":  # wandb creates its own links, at any depth
-            folders.clear()
-        else:
-            yield folder, [*folders, *files]
+        folders[:] = [name for name in folders if name in names]
 
 
 def not_readable(path: Path, error: Exception, advice: str) -> UsageError:
@@ -264,39 +259,31 @@ def process_start(pid: int) -> str | None:
     except OSError:
         if Path("/proc/self/stat").exists():
             return None
-        try:
-            os.kill(pid, 0)  # no /proc: only whether the process lives is known
-        except ProcessLookupError:
-            return None
-        except PermissionError:
-            return ""
-        return ""
+        import psutil
+
+        return "" if psutil.pid_exists(pid) else None  # no /proc: only whether the process lives is known
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]
 
 
 def this_process() -> dict[str, object]:
-    """Return a record of this process, by which ``has_ended`` tells in other processes whether it still runs."""
+    """Return a record of this process, by which ``has_ended`` tells in other processes whether it still runs.
+    ``numbers``: the process-id namespace, which a container has of its own; "" if unknown."""
+    try:
+        numbers = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        numbers = ""
     pid = os.getpid()
-    return {**machine(), "numbers": _numbers(), "pid": pid, "process_start": process_start(pid)}
+    return {**machine(), "numbers": numbers, "pid": pid, "process_start": process_start(pid)}
 
 
-def has_ended(process: Any) -> bool:
+def has_ended(process: object) -> bool:
     """Return whether the recorded process ran on this machine and has ended; False if that cannot be known."""
     if not isinstance(process, dict) or type(process.get("pid")) is not int:
         return False
-    here = {**machine(), "numbers": _numbers()}
-    if {key: process.get(key) for key in here} != here:
-        return False
-    return process_start(process["pid"]) != process.get("process_start")
-
-
-def _numbers() -> str:
-    """Return the process-id namespace, which a container has of its own; "" if unknown."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+    here = this_process()
+    is_here = all(process.get(key) == here[key] for key in ("host", "boot", "numbers"))
+    return is_here and process_start(process["pid"]) != process.get("process_start")
 
 
 def _write_mark(directory: Path, owner: Owner, files: Sequence[str] | None) -> None:

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import math
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -115,16 +116,13 @@ def described(error: BaseException) -> str:
     """
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({Path(error.filename or '').name}:{error.lineno})"
-    where, is_package, trace = "", True, error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if file == __file__:
-            where, is_package = "", True  # the loader's caller did not raise it
-        elif file != importlib.__file__ and not file.startswith("<frozen importlib"):
-            in_package = "site-packages" in file
-            if is_package or not in_package:
-                where, is_package = f" ({Path(file).name}:{trace.tb_lineno})", in_package
-        trace = trace.tb_next
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    # The loader's caller did not raise it.
+    loader = max((i for i, (file, _) in enumerate(frames) if file == __file__), default=-1)
+    of_import = importlib.__file__, "<frozen importlib"
+    raised = [(file, line) for file, line in frames[loader + 1 :] if not file.startswith(of_import)]
+    own = [(file, line) for file, line in raised if "site-packages" not in file]
+    where = "".join(f" ({Path(file).name}:{line})" for file, line in (own or raised)[-1:])
     return f"{type(error).__name__}: {error}".rstrip(": ") + where
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from retrain.errors import ModelError
 from retrain.maths.arrays import OffsetArray
 from retrain.models.directory import find_file
+from retrain.util.jsonl import Row
 
 Offsets = np.ndarray | list[tuple[int, int]]  # Character range [start, end) of each token
 
@@ -45,23 +47,16 @@ class Tokenizer:
         if table is not None:
             return text_and_offsets([table[i] if i < len(table) else b"" for i in token_ids])
         backend = getattr(self.source, "backend_tokenizer", None)
-        offsets: list[tuple[int, int]] = []
         if backend is None:  # without a fast backend: use the lengths of decoded prefixes
-            text = ""
-            for end in range(1, len(token_ids) + 1):
-                longer = self.decode(token_ids[:end])
-                offsets.append((len(text), max(len(text), len(longer))))
-                text = longer
-            return text, offsets
-        from tokenizers.decoders import DecodeStream
+            ends = [len(self.decode(token_ids[: i + 1])) for i in range(len(token_ids))]
+            text = self.decode(token_ids)
+        else:
+            from tokenizers.decoders import DecodeStream
 
-        stream = DecodeStream(skip_special_tokens=True)
-        pieces = [stream.step(backend, token_id) or "" for token_id in token_ids]
-        start = 0
-        for piece in pieces:
-            offsets.append((start, start + len(piece)))
-            start += len(piece)
-        return "".join(pieces), offsets
+            stream = DecodeStream(skip_special_tokens=True)
+            pieces = [stream.step(backend, token_id) or "" for token_id in token_ids]
+            ends, text = list(accumulate(map(len, pieces))), "".join(pieces)
+        return text, [(start, max(start, end)) for start, end in pairwise([0, *ends])]
 
 
 class ByteTokenizer:
@@ -69,10 +64,10 @@ class ByteTokenizer:
 
     chat_template = None
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
         return {"input_ids": list(text.encode("utf-8", errors="surrogateescape"))}
 
-    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+    def decode(self, token_ids: Sequence[int], **_: object) -> str:
         """Return the text; ids above 255 are skipped."""
         return bytes(token for token in token_ids if 0 <= token < 256).decode("utf-8", errors="surrogateescape")
 
@@ -130,7 +125,7 @@ def light_tokenizer(model: str, revision: str | None = None) -> LightTokenizer:
     return LightTokenizer(tokenizer, template, named)
 
 
-def _settings(path: Path | None) -> dict[str, Any]:
+def _settings(path: Path | None) -> Row:
     return {} if path is None else json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from retrain.config.runs import RunSpec
 from retrain.errors import UsageError, plural
 from retrain.files import sha256, write_json
-from retrain.maths.bounded import same_problems_interval
+from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.statistics import accuracy_interval
 from retrain.records.reader import read_object
 from retrain.records.schema.base import Row, Values
@@ -132,6 +132,6 @@ def _accuracy(marks: np.ndarray) -> dict[str, float | None]:
 
 
 def _compared(marks: np.ndarray, full: np.ndarray) -> Row:
-    gain = same_problems_interval(marks.mean(axis=1) - full.mean(axis=1))
+    gain = bounded_mean_interval(marks.mean(axis=1) - full.mean(axis=1), -1.0, 1.0)
     difference = {"mean": gain.estimate, "low": gain.low, "high": gain.high}
     return {"difference": difference, "verdict": verdict(gain.low, gain.high)}

@@ -42,12 +42,12 @@ from retrain.campaign.running.team import Team
 from retrain.config.runs import run_directory, run_place
 from retrain.engines.server.fleet import RemoteFleet
 from retrain.errors import RetrainError, UsageError
-from retrain.files import GrowingFile
 from retrain.ownership import Owner, owner_of, remove_leftovers
 from retrain.records.observer import NullObserver, SpecLike
 from retrain.records.schema.base import Values
 from retrain.records.schema.layout import SERVER_NEWS
 from retrain.training.inputs import CohortJob
+from retrain.util.jsonl import NewLines, parse_row
 from retrain.util.processes import end_with_parent
 from retrain.util.session import DirectoryLock, LeaseWatch, leases_of
 
@@ -127,7 +127,7 @@ class Worker:
         self._stopped: frozenset[str] = frozenset()
         self._controller = LeaseWatch(options.directory, PATIENCE_SECONDS)
         self._writing = threading.Lock()
-        self._server_news = GrowingFile(options.directory / WORKERS / SERVER_NEWS)
+        self._server_news = NewLines(options.directory / WORKERS / SERVER_NEWS)
 
     def run(self, trainer: InProcess) -> int:
         self.write({"up": self.options.name, "process": os.getpid()})
@@ -206,7 +206,7 @@ class Worker:
             time.sleep(POLL_SECONDS)
 
     def _read_server_news(self, first: bool = False) -> None:
-        for line in self._server_news.lines():
+        for line in map(parse_row, self._server_news):
             if "urls" in line:
                 self.servers.update(line["urls"], line["gave_up"])
             elif not first:

@@ -18,7 +18,7 @@ from retrain.config import Config
 from retrain.config.campaign import condition_name
 from retrain.config.evaluation import part_evaluations, whole_evaluations
 from retrain.config.runs import RunSpec, differences
-from retrain.device import nvidia_gpus, usable_gpu
+from retrain.device import cpu_build, nvidia_gpus
 from retrain.errors import listed, plural
 from retrain.models.layers import Architecture, architecture_of
 from retrain.records.schema.layout import CAMPAIGN_FILES, ONLY_OF_CAMPAIGNS, RUN_FILES
@@ -236,7 +236,7 @@ def print_costs(plan: Plan, works: list[RunSize], prompt_tokens: int | None) -> 
 
 def device_of(config: Config) -> tuple[Device, int]:
     """Return the device of one process, and how many GPUs of this machine it could use."""
-    gpus = nvidia_gpus() if config.backend.devices != "cpu" and usable_gpu() else []
+    gpus = [] if config.backend.devices == "cpu" or cpu_build() else nvidia_gpus()
     if gpus:
         amount = gpus[0].memory.split()[0]  # "81559 MiB"
         memory = int(amount) * 2**20 if amount.isdigit() else 0

@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -52,7 +51,7 @@ def run_checks(
         yield replace(result, name=name, seconds=seconds, processor_seconds=used)
 
 
-def report(subject: DoctorModel, results: Sequence[Result]) -> dict[str, Any]:
+def report(subject: DoctorModel, results: Sequence[Result]) -> dict[str, object]:
     facts = environment_facts()
     config = subject.base.model.config.get_text_config()
     return {

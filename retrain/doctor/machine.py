@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 from unittest.mock import patch
 
 import torch
@@ -18,6 +18,7 @@ from retrain.records.environment import environment_facts
 from retrain.threads import Workers
 from retrain.types import Action, SampleRequest
 
+T = TypeVar("T")
 REPEATS = 5
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}  # Size of a copy: more than any cache holds
 SIDE = {"cpu": 1024, "cuda": 8192}
@@ -32,7 +33,7 @@ because the base is frozen."""
 
 
 def device_and_build(subject: DoctorModel) -> Result:
-    facts: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    facts: dict[str, object] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     gpus, asked = nvidia_gpus(), subject.source.requested_device
     fault = build_fault(asked)
     if gpus and asked != "cpu" and not fault and not torch.cuda.is_available():
@@ -66,7 +67,7 @@ def measure(subject: DoctorModel) -> dict[str, float]:
     pairs = [(torch.empty(numbers, device=device), torch.ones(numbers, device=device)) for _ in range(count)]
     factors = [torch.ones(side, side, dtype=subject.base.dtype, device=device) for _ in range(count)]
 
-    def best(task: Callable[[Any], Any], items: list[Any]) -> float:
+    def best(task: Callable[[T], object], items: list[T]) -> float:
         seconds = [timed(subject, lambda: subject.workers.map(task, items))[0] for _ in range(REPEATS + 1)]
         return min(seconds[1:])  # the first is a warm-up
 
@@ -75,7 +76,7 @@ def measure(subject: DoctorModel) -> dict[str, float]:
     return {"bandwidth": 2 * 4 * numbers * count / copy, "matrix": 2 * side**3 * count / product}
 
 
-def timed(subject: DoctorModel, task: Callable[[], Any]) -> tuple[float, Any]:
+def timed(subject: DoctorModel, task: Callable[[], T]) -> tuple[float, T]:
     synchronize = torch.cuda.synchronize if subject.on_gpu else lambda _: None
     synchronize(subject.base.device)
     begin = time.perf_counter()
@@ -107,15 +108,14 @@ def paths(subject: DoctorModel) -> Result:
     if subject.on_gpu and "math" in {*sampling, *updating} and not fault:
         fix = "report it with --json" if subject.dtype == "bfloat16" else 'write [inference] dtype = "bfloat16"'
         fault = f"attention takes the plain formula, whose memory grows with the square of the length; {fix}"
-    parts = [f"{name} {'yes' if is_taken else 'no'}" for name, is_taken in fast_paths.items()]
-    parts.append(f"attention {' '.join(sampling) or 'unseen'} in sampling")
-    parts.append(f"{' '.join(updating) or 'unseen'} in the update")
-    facts: dict[str, Any] = {name.replace(" ", "_"): is_taken for name, is_taken in fast_paths.items()}
+    taken = ", ".join(f"{name} {'yes' if is_taken else 'no'}" for name, is_taken in fast_paths.items())
+    kernels = f"{' '.join(sampling) or 'unseen'} in sampling, {' '.join(updating) or 'unseen'} in the update"
+    facts: dict[str, object] = {name.replace(" ", "_"): is_taken for name, is_taken in fast_paths.items()}
     facts |= {"attention": [sampling, updating], "notes": list(backbone.notes)}
-    return judged(subject.kinds, {}, ", ".join(parts), fault=fault, **facts)
+    return judged(subject.kinds, {}, f"{taken}, attention {kernels}", fault=fault, **facts)
 
 
-def _attention_kernels(task: Callable[[], Any]) -> tuple[list[str], Any]:
+def _attention_kernels(task: Callable[[], T]) -> tuple[list[str], T]:
     """Return the attention kernels that ``task`` calls in this thread, and its result."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         result = task()
@@ -147,11 +147,13 @@ def speed(subject: DoctorModel) -> Result:
         values = {}
     elif subject.on_gpu:
         values["kernel_share"] = _kernel_share(subject, lambda: subject.engine.sample(requests))
-    facts: dict[str, Any] = {"decode_tokens_per_s": sampled / seconds, "update_tokens_per_s": trained / update_seconds}
-    summary = f"decode {sampled / seconds:,.0f} tokens/s in {sum(map(len, groups))} rows, "
-    summary += f"update {trained / update_seconds:,.0f} tokens/s"
+    rows, decoded, updated = sum(map(len, groups)), sampled / seconds, trained / update_seconds
+    summary = f"decode {decoded:,.0f} tokens/s in {rows} rows, update {updated:,.0f} tokens/s"
     summary += "" if values else "; too small a model to compare with a GPU's roofline"
-    return judged(subject.kinds, values, summary, **facts, roofline=rates, seconds=[seconds, update_seconds])
+    return judged(
+        subject.kinds, values, summary, decode_tokens_per_s=decoded, update_tokens_per_s=updated, roofline=rates,
+        seconds=[seconds, update_seconds],
+    )  # fmt: skip
 
 
 def _multiplied_weights(subject: DoctorModel) -> int:
@@ -182,7 +184,7 @@ def _decode_roofline(
     return max(moved / rates["bandwidth"], FORWARD_OPS * tokens * (weights + adapter) / rates["matrix"])
 
 
-def _kernel_share(subject: DoctorModel, task: Callable[[], Any]) -> float:
+def _kernel_share(subject: DoctorModel, task: Callable[[], object]) -> float:
     """Return the share of the time of ``task`` in which at least one kernel runs."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:

@@ -94,7 +94,7 @@ def _update_memory(subject: DoctorModel, tokens: int, sequences: int) -> tuple[i
     return sum(saved.values()), highest
 
 
-def peak(subject: DoctorModel, task: Callable[[], Any]) -> int:
+def peak(subject: DoctorModel, task: Callable[[], object]) -> int:
     """Return the peak of bytes allocated by ``task``: by the GPU's allocator, or on a CPU by this thread, as the sum of
     all allocations and releases."""
     if subject.on_gpu:
@@ -162,7 +162,7 @@ def fails_at(owner: object, name: str, call: int) -> Iterator[None]:
     method, calls = getattr(owner, name), count(1)
 
     @functools.wraps(method)
-    def short_of_memory(*args: Any, **options: Any) -> Any:
+    def short_of_memory(*args: object, **options: object) -> object:
         if next(calls) == call:
             raise torch.OutOfMemoryError("out of memory (a drill)")
         return method(*args, **options)

@@ -7,7 +7,6 @@ A limit may differ by number format ("bfloat16") or device type ("cuda"); the nu
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 Bound = float | Mapping[str, float] | None
@@ -113,9 +112,9 @@ class Result:
     status: str
     words: str = ""
     numbers: str = ""
-    measures: Sequence[Mapping[str, Any]] = ()
+    measures: Sequence[Mapping[str, object]] = ()
     todo: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
     name: str = ""
     seconds: float = 0.0
     processor_seconds: float = 0.0
@@ -125,12 +124,12 @@ class Result:
         line = ", ".join(text for text in (self.words, self.numbers) if text)
         return f"{line} → {self.todo}" if self.todo else line
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {key: value for key, value in vars(self).items() if key != "numbers"}
 
 
 def judged(
-    kinds: tuple[str, ...], values: Mapping[str, float], words: str = "", *, fault: str = "", **facts: Any
+    kinds: tuple[str, ...], values: Mapping[str, float], words: str = "", *, fault: str = "", **facts: object
 ) -> Result:
     """Return PASS if there is no ``fault`` and every value is within its limits for ``kinds`` (number format, device
     type), else FAIL with what to do. NaN is beyond every limit."""

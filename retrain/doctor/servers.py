@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from retrain.campaign.planning.plan import Plan
 from retrain.config import Config, load, parse_dict
@@ -18,6 +17,7 @@ from retrain.errors import RetrainError, UsageError
 from retrain.models.directory import local_directory
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
+from retrain.records.schema.base import Values
 from retrain.training.bases import Bases
 
 PATIENCE_S = 20.0  # Seconds that a server may be unreachable during a check
@@ -47,7 +47,7 @@ def served_model(url: str) -> str:
     try:
         listed = httpx.get(address, timeout=10.0)
         listed.raise_for_status()
-        first: dict[str, Any] = next(entry for entry in listed.json()["data"] if not entry.get("parent"))
+        first: Values = next(entry for entry in listed.json()["data"] if not entry.get("parent"))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, StopIteration) as error:
         raise UsageError(f"{address}: {type(error).__name__}: {error}; name the model after the options") from error
     names = [first.get("root") or "", first["id"]]
@@ -61,27 +61,24 @@ def check_servers(config: Config, begins: Callable[[str], None], any_rank: bool 
     Raises ModelError if the model is not on this machine.
     """
     with Bases() as bases, TemporaryDirectory(prefix="retrain-doctor-") as folder:
-        connected: list[tuple[BaseModel, Lanes, ServerEngine]] = []
-
-        def answers() -> Result:
-            try:
-                connected.append(bases.with_servers(config, Path(folder)))
-            except UsageError as error:
-                return Result(FAIL, str(error))
-            servers = connected[0][2].pool.servers
-            texts = []
-            for server in servers:
-                context = f", {server.context} tokens" if server.context else ""
-                fault = f"does not answer: {server.reason}"
-                texts.append(f"{server.url} {f'serves {server.base!r}{context}' if server.alive else fault}")
-            return Result(PASS if all(server.alive for server in servers) else FAIL, "; ".join(texts))
-
-        for name, check in (("answers", answers), ("canary", lambda: _canary(config, *connected[0], any_rank))):
-            begins(name)
-            begin = time.perf_counter()
-            yield replace(check(), name=name, seconds=time.perf_counter() - begin)
-            if not connected:
-                return
+        begins("answers")
+        begin = time.perf_counter()
+        try:
+            base, lanes, engine = bases.with_servers(config, Path(folder))
+        except UsageError as error:
+            yield Result(FAIL, str(error), name="answers", seconds=time.perf_counter() - begin)
+            return
+        texts, servers = [], engine.pool.servers
+        for server in servers:
+            context = f", {server.context} tokens" if server.context else ""
+            state = f"serves {server.base!r}{context}" if server.alive else f"does not answer: {server.reason}"
+            texts.append(f"{server.url} {state}")
+        status = PASS if all(server.alive for server in servers) else FAIL
+        yield Result(status, "; ".join(texts), name="answers", seconds=time.perf_counter() - begin)
+        begins("canary")
+        begin = time.perf_counter()
+        result = _canary(config, base, lanes, engine, any_rank)
+        yield replace(result, name="canary", seconds=time.perf_counter() - begin)
 
 
 def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine, any_rank: bool) -> Result:

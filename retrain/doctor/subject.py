@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +33,7 @@ from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.objective import Objective, PolicyTerm
+from retrain.records.schema.base import Row, Values
 from retrain.rng import generator
 from retrain.threads import Workers
 from retrain.tokenizer import ByteTokenizer
@@ -59,7 +59,7 @@ class ModelSource:
     config.json for random weights; None to load the configured model. ``requested_device``: the device as typed."""
 
     config: Config
-    shapes: Mapping[str, Any] | None
+    shapes: Values | None
     requested_device: str
 
     @classmethod
@@ -105,7 +105,7 @@ def _on_device(config: Config, devices: str) -> Config:
     return parse_dict(data)
 
 
-def shapes_of(config: Config) -> dict[str, Any]:
+def shapes_of(config: Config) -> Row:
     """Return the config.json of the configured model with at most ``LAYERS`` layers. Raises ModelError if unknown."""
     content = model_config(config.model.model, config.model.revision)
     if content is None:
@@ -124,7 +124,7 @@ def shapes_of(config: Config) -> dict[str, Any]:
     return {**shapes, "tie_word_embeddings": False}
 
 
-def random_base(shapes: Mapping[str, Any], config: Config) -> BaseModel:
+def random_base(shapes: Values, config: Config) -> BaseModel:
     """Return a model with random weights and a byte tokenizer, the same in every process on the same device. Raises
     ModelError if it does not fit in memory or transformers cannot make it."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -143,7 +143,7 @@ def random_base(shapes: Mapping[str, Any], config: Config) -> BaseModel:
         model_config = AutoConfig.for_model(**{key: value for key, value in shapes.items() if key != "dtype"})
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device), torch.no_grad():
             torch.manual_seed(0)
-            model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype).eval()
+            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype).eval()
             ids = torch.arange(1, 65)[None] % int(shapes["vocab_size"])
             spread = float(model(input_ids=ids, use_cache=False).logits.float().std())
             model.get_output_embeddings().weight.mul_(round(LOGITS_SPREAD / spread, 2))

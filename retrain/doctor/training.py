@@ -11,11 +11,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-import retrain
 from retrain.device import available_memory
 from retrain.doctor.results import FAIL, SKIP, Result, judged
 from retrain.doctor.subject import LAYERS, DoctorModel, Sizes
@@ -27,6 +26,7 @@ from retrain.policy.quantized import QuantizedLinear
 from retrain.threads import Workers
 from retrain.training.checkpoints import Snapshot, checkpoint_directory, load_checkpoint, write_checkpoint
 from retrain.types import Sample, Want
+from retrain.util.processes import with_imports
 
 HIGHER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 COPIES_SHARE, PROCESS_SHARE = 0.5, 0.8
@@ -84,7 +84,7 @@ def _on_first_layers(subject: DoctorModel, policy: LocalPolicy, layers: int, sta
     return learner
 
 
-def plain_copy(base: BaseModel, lanes: Lanes, layers: int, dtype: torch.dtype, attention: str = "eager") -> Any:
+def plain_copy(base: BaseModel, lanes: Lanes, layers: int, dtype: torch.dtype, attention: str = "eager") -> nn.Module:
     """Return a transformers model with the base's frozen weights and first ``layers`` layers, without adapters."""
     from transformers import AutoModelForCausalLM
 
@@ -94,7 +94,7 @@ def plain_copy(base: BaseModel, lanes: Lanes, layers: int, dtype: torch.dtype, a
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
     with torch.random.fork_rng([base.device] if base.device.type == "cuda" else []), torch.device(base.device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.eval().requires_grad_(False)
     weights = dict(base.model.named_parameters())
     for name, module in base.model.named_modules():
@@ -110,21 +110,21 @@ def plain_copy(base: BaseModel, lanes: Lanes, layers: int, dtype: torch.dtype, a
     return model
 
 
-def plain_gradient(model: Any, adapter: LoraWeights, samples: Sequence[Sample], dtype: torch.dtype) -> torch.Tensor:
+def plain_gradient(model: nn.Module, adapter: LoraWeights, samples: Sequence[Sample], dtype: torch.dtype) -> Tensor:
     """Return the gradient of −Σ A·log π / tokens, which every policy loss has at ratio 1, in the order of
     ``Adapter.flat``.
 
     Uses autograd alone: one sequence at a time, plain attention, all logits at once, ΔW·x added to each layer's output.
     """
     device = next(model.parameters()).device
-    leaves: list[torch.Tensor] = []
+    leaves: list[Tensor] = []
     tokens = sum(int(sample.action_mask.sum()) for sample in samples)
     with ExitStack() as stack:
         for shape in adapter.shapes:
             a, b = (store[shape.name].detach().to(dtype).requires_grad_() for store in (adapter.A, adapter.B))
             leaves += [a, b]
 
-            def add(module: Any, inputs: Any, out: Any, a: torch.Tensor = a, b: torch.Tensor = b) -> torch.Tensor:
+            def add(_: nn.Module, inputs: tuple[Tensor], out: Tensor, a: Tensor = a, b: Tensor = b) -> Tensor:
                 return out + adapter.scale * (inputs[0] @ a.t()) @ b.t()
 
             stack.callback(model.get_submodule(shape.name).register_forward_hook(add).remove)
@@ -161,11 +161,10 @@ def resumed_equals_uninterrupted(subject: DoctorModel) -> Result:
         (folder / "source.pickle").write_bytes(pickle.dumps(subject.source))
         if subject.on_gpu:
             torch.cuda.empty_cache()  # for the other process
-        path = os.pathsep.join([str(Path(retrain.__file__).parents[1]), *filter(None, sys.path)])
         done = subprocess.run(
             [sys.executable, "-P", "-c", _RESUME, str(folder)],
             capture_output=True, encoding="utf-8", errors="replace", timeout=PROCESS_SECONDS, check=False,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
+            env=with_imports({**os.environ, "HF_HUB_OFFLINE": "1"}),
         )  # fmt: skip
         if done.returncode != 0 or not (folder / "digests.json").is_file():
             last = (done.stderr.strip().splitlines() or ["no word of it"])[-1]

@@ -22,7 +22,7 @@ ROUNDING = 1e-12  # Rounding tolerance at the bounds
 HALVINGS = 45  # They cut a path of length 2 to 6e-14, below what any printed interval shows
 
 
-def bounded_mean_interval(values: Values, low: float, high: float, level: float = 0.95, *, t: bool = False) -> Interval:
+def bounded_mean_interval(values: Values, low: float, high: float, *, t: bool = False) -> Interval:
     """Return the mean of independent values in [low, high] with its score interval, within the bounds.
 
     The quantile is the normal one, as in Tango's interval; with ``t`` it is Student's, with n − 1 for n in the
@@ -37,15 +37,9 @@ def bounded_mean_interval(values: Values, low: float, high: float, level: float 
         return Interval(estimate, None, None)
     support, counts = np.unique(np.clip(x, low, high), return_counts=True)
     rooms = np.stack([high - support, support - low])
-    size, quantile = (n - 1, _t_quantile(level, n - 1)) if t else (n, _t_quantile(level, math.inf))
+    size, quantile = (n - 1, _t_quantile(n - 1)) if t else (n, _t_quantile(math.inf))
     left = smallest_room(rooms, np.stack([counts, counts]) / n, size, quantile)
     return Interval(estimate, low + float(left[1]), high - float(left[0]))
-
-
-def same_problems_interval(gains: Values, level: float = 0.95) -> Interval:
-    """Return the mean difference of two models' scores on the same problems, in [−1, 1], with its score interval:
-    Tango's for one sample of each problem. Ends are None with one problem; raises as ``bounded_mean_interval``."""
-    return bounded_mean_interval(gains, -1.0, 1.0, level)
 
 
 def smallest_room(rooms: Table, shares: Table, size: float, quantile: float) -> Table:

@@ -47,5 +47,5 @@ def new_problems_interval(values: Table, level: float = 0.95, resolution: float 
         variance, used = float(parts[larger]), used[larger : larger + 1]
     if variance <= 0.0:
         return Interval(mean, mean, mean)
-    reach = _t_quantile(level, variance**2 / float(used.sum())) * math.sqrt(variance)
+    reach = _t_quantile(variance**2 / float(used.sum()), level) * math.sqrt(variance)
     return Interval(mean, mean - reach, mean + reach)

@@ -21,7 +21,7 @@ SIMULATED_SEEDS = 50  # Largest n with a simulated quantile; above it Student's 
 SIMULATIONS = 100_000
 
 
-def mean_interval(values: Values, *, share: bool = False, resolution: float = 0.0, level: float = 0.95) -> Interval:
+def mean_interval(values: Values, *, share: bool = False, resolution: float = 0.0) -> Interval:
     """Return the mean over seeds with its t interval; for shares, which are skewed near 0 and 1, with a score interval.
 
     A share θ near an end has less room to vary: its variance is taken as proportional to θ(1−θ), with the factor that
@@ -45,7 +45,7 @@ def mean_interval(values: Values, *, share: bool = False, resolution: float = 0.
     spread = max(float(x.std(ddof=1)), resolution / math.sqrt(12.0))
     if spread <= ROUNDING * max(1.0, abs(mean)):
         return Interval(mean, mean, mean)
-    quantile, error = _t_quantile(level, n - 1), spread / math.sqrt(n)
+    quantile, error = _t_quantile(n - 1), spread / math.sqrt(n)
     if not share:
         return Interval(mean, mean - quantile * error, mean + quantile * error)
     unseen = resolution / (2 * n)  # half an answer: a share of exactly 0 or 1 is not certain
@@ -53,7 +53,7 @@ def mean_interval(values: Values, *, share: bool = False, resolution: float = 0.
     return score_interval(mean, inside * (1.0 - inside) / error**2, quantile)
 
 
-def iqm_interval(values: Values, *, resolution: float = 0.0, level: float = 0.95) -> Interval:
+def iqm_interval(values: Values, *, resolution: float = 0.0) -> Interval:
     """Return the interquartile mean (``statistics.iqm``) with Tukey and McLaughlin's (1963) interval, from the middle h
     of n values and their Winsorised squares.
 
@@ -67,7 +67,7 @@ def iqm_interval(values: Values, *, resolution: float = 0.0, level: float = 0.95
     estimate = float(iqm(x))
     if len(x) < 4:
         return Interval(estimate, None, None)
-    reach = _trimmed_quantile(len(x), level) * float(_trimmed_error(x, resolution))
+    reach = _trimmed_quantile(len(x)) * float(_trimmed_error(x, resolution))
     return Interval(estimate, estimate - reach, estimate + reach)
 
 
@@ -84,10 +84,10 @@ def _trimmed_error(ordered: Table, resolution: float = 0.0) -> Table | float:
 
 
 @lru_cache(maxsize=64)
-def _trimmed_quantile(n: int, level: float) -> float:
-    """Return the quantile of |interquartile mean|/error over simulated standard normal samples of n values."""
+def _trimmed_quantile(n: int) -> float:
+    """Return the 95 % quantile of |interquartile mean|/error over simulated standard normal samples of n values."""
     if n > SIMULATED_SEEDS:
-        return _t_quantile(level, n - 2 * (n // 4) - 1)
+        return _t_quantile(n - 2 * (n // 4) - 1)
     # Seeded by n alone: a report computed again shows the same interval.
     samples = np.sort(np.random.default_rng(n).standard_normal((SIMULATIONS, n)), axis=1)
-    return float(np.quantile(np.abs(iqm(samples)) / _trimmed_error(samples), level))
+    return float(np.quantile(np.abs(iqm(samples)) / _trimmed_error(samples), 0.95))

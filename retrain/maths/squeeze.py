@@ -86,68 +86,43 @@ class SqueezeAnalysis:
     untrained: tuple[str, ...]
 
 
-def table(spectra: Mapping[str, AnySpectrum], ranks: Sequence[int] | None = None) -> list[SqueezeRow]:
-    """Return the energy kept at each rank (default 1 … largest) over the trained modules; empty when none is trained.
-
-    A module of lower rank than asked keeps all of its energy. Raises UsageError for a rank above the source rank.
-    """
-    trained = [curve for curve in (energy(values) for values in spectra.values()) if curve is not None]
-    if not trained:
-        return []
-    source_rank = max(len(values) for values in spectra.values())
-    ranks = range(1, source_rank + 1) if ranks is None else sorted(set(ranks))
-    curves = torch.stack(
-        [torch.nn.functional.pad(curve, (0, source_rank - len(curve)), value=1.0) for curve in trained]
-    )
-    rows = []
-    for rank in ranks:
-        _check_rank(rank, source_rank)
-        at_rank = curves[:, rank - 1]
-        mean = min(float(at_rank.mean()), 1.0)
-        rows.append(SqueezeRow(rank, mean, float(at_rank.min()), float(at_rank.max()), math.sqrt(1.0 - mean)))
-    return rows
-
-
 def recommend(
     spectra: Mapping[str, AnySpectrum],
-    *,
-    min_variance_retention: float = 0.95,
-    min_layer_retention: float | None = None,
+    min_variance_retention: float,
+    min_layer_retention: float,
     ranks: Sequence[int] | None = None,
 ) -> SqueezeAnalysis:
     """Return the table and the smallest rank with a sufficient mean energy and a sufficient energy in every module.
 
     ``spectra`` maps module names to ``analyse`` results; ``ranks`` limits the candidates (default: all up to the source
-    rank). Without ``min_layer_retention`` only the mean counts. Raises UsageError for a candidate above the source
-    rank, ValueError for a retention outside (0, 1].
+    rank). A module of lower rank than a candidate keeps all of its energy. Raises UsageError for a candidate above the
+    source rank.
     """
-    _check_retention("min_variance_retention", min_variance_retention)
-    if min_layer_retention is not None:
-        _check_retention("min_layer_retention", min_layer_retention)
     source_rank = max((len(values) for values in spectra.values()), default=0)
     curves = {name: curve for name, values in spectra.items() if (curve := energy(values)) is not None}
     untrained = tuple(name for name in spectra if name not in curves)
-    rows = tuple(table(spectra, ranks))
-    if not rows:
+    if not curves:
         reason = "every ΔW is 0: the adapter is untrained, so no rank can be recommended"
-        return SqueezeAnalysis(source_rank, rows, None, reason, None, {}, untrained)
-    mean_floor, layer_floor = min_variance_retention - ENERGY_TOLERANCE, (min_layer_retention or 0.0) - ENERGY_TOLERANCE
+        return SqueezeAnalysis(source_rank, (), None, reason, None, {}, untrained)
+    padded = [torch.nn.functional.pad(curve, (0, source_rank - len(curve)), value=1.0) for curve in curves.values()]
+    table = torch.stack(padded)
+    rows = []
+    for rank in sorted(set(ranks)) if ranks else range(1, source_rank + 1):
+        if not 1 <= rank <= source_rank:
+            raise UsageError(f"target rank {rank} is outside 1 … {source_rank}, the rank the adapter was trained with")
+        at_rank = table[:, rank - 1]
+        mean = min(float(at_rank.mean()), 1.0)
+        rows.append(SqueezeRow(rank, mean, float(at_rank.min()), float(at_rank.max()), math.sqrt(1.0 - mean)))
+    mean_floor, layer_floor = min_variance_retention - ENERGY_TOLERANCE, min_layer_retention - ENERGY_TOLERANCE
     sufficient = (row.rank for row in rows if row.mean_energy >= mean_floor and row.min_energy >= layer_floor)
     rank = next(sufficient, None)
-    criterion = f"mean energy >= {min_variance_retention:g}"
-    if min_layer_retention is not None:
-        criterion += f" and every module's >= {min_layer_retention:g}"
+    criterion = f"mean energy >= {min_variance_retention:g} and every module's >= {min_layer_retention:g}"
     if rank is None:
         reason = f"no candidate rank up to {rows[-1].rank} keeps {criterion}"
-        return SqueezeAnalysis(source_rank, rows, None, reason, None, {}, untrained)
+        return SqueezeAnalysis(source_rank, tuple(rows), None, reason, None, {}, untrained)
     worst = min(curves, key=lambda name: float(curves[name][min(rank, len(curves[name])) - 1]))
     reason = f"smallest rank with {criterion}"
-    return SqueezeAnalysis(source_rank, rows, rank, reason, worst, rank_pattern(spectra, rank), untrained)
-
-
-def _check_retention(name: str, value: float) -> None:
-    if not 0.0 < value <= 1.0:
-        raise ValueError(f"{name} must be in (0, 1]: got {value}")
+    return SqueezeAnalysis(source_rank, tuple(rows), rank, reason, worst, rank_pattern(spectra, rank), untrained)
 
 
 def rank_pattern(spectra: Mapping[str, AnySpectrum], uniform_rank: int) -> dict[str, int]:
@@ -175,11 +150,6 @@ def rank_pattern(spectra: Mapping[str, AnySpectrum], uniform_rank: int) -> dict[
     return pattern
 
 
-def _check_rank(rank: int, source_rank: int) -> None:
-    if not 1 <= rank <= source_rank:
-        raise UsageError(f"target rank {rank} is outside 1 … {source_rank}, the rank the adapter was trained with")
-
-
 @torch.no_grad()
 def truncate(
     A_r_in: FactorA, B_out_r: FactorB, scale: float, rank: int, new_scale: float | None = None
@@ -187,12 +157,9 @@ def truncate(
     """Return A' [rank, in] and B' [out, rank] with new_scale·B'A' = the best rank-``rank`` approximation of scale·BA.
 
     ``new_scale = None`` keeps ``scale``. Singular values are shared evenly (√s on each side); the dtypes of A and B are
-    kept; ΔW = 0 gives zeros. Raises UsageError for a rank above the source rank, ValueError for bad factors.
+    kept; ΔW = 0 gives zeros. ``rank`` is at most that of the factors. Raises ValueError for bad factors.
     """
-    _check_rank(rank, A_r_in.shape[0])
     new_scale = scale if new_scale is None else new_scale
-    if new_scale == 0.0 and scale != 0.0:
-        raise ValueError("new_scale must not be 0")
     A, B = _factors(A_r_in, B_out_r)
     Q_B, R_B = torch.linalg.qr(B)
     Q_A, R_A = torch.linalg.qr(A.T)

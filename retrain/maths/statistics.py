@@ -28,11 +28,9 @@ def _vector(values: Values, name: str) -> Doubles_S:
     return array
 
 
-def _t_quantile(level: float, freedom: float) -> float:
+def _t_quantile(freedom: float, level: float = 0.95) -> float:
     from scipy.special import stdtrit
 
-    if not 0.0 < level < 1.0:
-        raise ValueError(f"a confidence level lies between 0 and 1: got {level}")
     return float(stdtrit(freedom, 0.5 + level / 2.0))
 
 
@@ -46,24 +44,7 @@ class Interval:
 # Evaluations: the problem is the unit
 
 
-def _cluster_moments(values: np.ndarray, clusters: Sequence[Hashable]) -> tuple[float, float, int]:
-    """Return the mean, its standard error clustered with a G/(G−1) correction, and the number G of clusters."""
-    if len(clusters) != len(values):
-        raise ValueError(f"one cluster per value: got {len(clusters)} for {len(values)}")
-    if not len(values):
-        raise ValueError("an interval needs at least one value")
-    index = {name: i for i, name in enumerate(dict.fromkeys(clusters))}
-    of_cluster = np.array([index[name] for name in clusters])
-    mean = float(values.mean())
-    # Samples of one problem are correlated: residuals are added within a cluster before they are squared (Liang and
-    # Zeger 1986).
-    residual_sums = np.bincount(of_cluster, weights=values - mean, minlength=len(index))
-    count = len(index)
-    correction = count / (count - 1) if count > 1 else 1.0
-    return mean, math.sqrt(correction * float((residual_sums**2).sum())) / len(values), count
-
-
-def accuracy_interval(correct: Values, clusters: Sequence[Hashable], level: float = 0.95) -> Interval:
+def accuracy_interval(correct: Values, clusters: Sequence[Hashable]) -> Interval:
     """Return the share of correct samples with a Wilson interval at the clustered effective sample size, within [0, 1].
 
     The effective size is p(1−p)/SE² with the clustered SE (Korn and Graubard's adjustment), at most the number of
@@ -73,11 +54,17 @@ def accuracy_interval(correct: Values, clusters: Sequence[Hashable], level: floa
     values = _vector(np.asarray(correct, dtype=np.float64), "correctness")
     if ((values < 0.0) | (values > 1.0)).any():
         raise ValueError("correctness must lie in [0, 1]")
-    p, error, count = _cluster_moments(values, clusters)
+    index = {name: i for i, name in enumerate(dict.fromkeys(clusters))}
+    p, count = float(values.mean()), len(index)
     if count < 2:
         return Interval(p, None, None)
+    of_cluster = np.array([index[name] for name in clusters])
+    # Samples of one problem are correlated: residuals are added within a cluster before they are squared (Liang and
+    # Zeger 1986, with the correction G/(G−1) for G clusters).
+    residual_sums = np.bincount(of_cluster, weights=values - p, minlength=count)
+    error = math.sqrt(count / (count - 1) * float((residual_sums**2).sum())) / len(values)
     size = min(p * (1.0 - p) / error**2, len(values)) if error > 0.0 and 0.0 < p < 1.0 else float(count)
-    return score_interval(p, size, _t_quantile(level, count - 1))
+    return score_interval(p, size, _t_quantile(count - 1))
 
 
 def score_interval(p: float, size: float, quantile: float) -> Interval:
@@ -118,8 +105,6 @@ def gini(values: Values, lowest: float | None = None) -> float | None:
 
 def sensible_ks(samples: int) -> list[int]:
     """Return the k of pass@k that n samples determine: 1, 2, 4, 8, … and n itself."""
-    if samples < 1:
-        raise ValueError(f"an evaluation has at least one sample per problem: got {samples}")
     powers = [1 << i for i in range(samples.bit_length()) if 1 << i <= samples]
     return powers if powers[-1] == samples else [*powers, samples]
 
@@ -140,128 +125,85 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
-def maj_at_k(answers_N: Sequence[Hashable | None], correct_N: Sequence[bool], k: int) -> float:
-    """Return 1 if the most frequent answer among the first k samples is correct, else 0; the mean over tied answers.
-
-    None is "no answer" and has no vote; without any vote the result is 0. An answer whose samples were graded
-    differently counts with their share of correct grades.
-    """
-    if len(answers_N) != len(correct_N) or not 1 <= k <= len(answers_N):
-        raise ValueError(f"maj@k needs as many answers as marks and 1 <= k <= {len(answers_N)}: got k={k}")
-    marks: dict[Hashable, list[bool]] = {}
-    for answer, correct in zip(answers_N[:k], correct_N[:k], strict=True):
-        if answer is not None:
-            marks.setdefault(answer, []).append(bool(correct))
-    if not marks:
-        return 0.0
-    most = max(map(len, marks.values()))
-    leaders = [sum(given) / most for given in marks.values() if len(given) == most]
-    return sum(leaders) / len(leaders)
-
-
 def majority(answers_N: Sequence[Hashable | None], correct_N: Sequence[bool], k: int) -> float:
-    """Return maj@k of one problem: the mean of ``maj_at_k`` over the ⌊n/k⌋ disjoint blocks of k samples."""
+    """Return maj@k of one problem: the mean vote of the ⌊n/k⌋ disjoint blocks of k samples.
+
+    A vote is 1 if the block's most frequent answer is correct, else 0, and the mean over tied answers. None is "no
+    answer" and has no vote; without any vote the result is 0. An answer whose samples were graded differently counts
+    with their share of correct grades.
+    """
     blocks = [slice(start, start + k) for start in range(0, len(answers_N) - k + 1, k)]
     if not blocks:
         raise ValueError(f"maj@k needs 1 <= k <= {len(answers_N)}: got k={k}")
-    return sum(maj_at_k(answers_N[block], correct_N[block], k) for block in blocks) / len(blocks)
+    return sum(_vote(answers_N[block], correct_N[block]) for block in blocks) / len(blocks)
+
+
+def _vote(answers_K: Sequence[Hashable | None], correct_K: Sequence[bool]) -> float:
+    marks: dict[Hashable, list[bool]] = {}
+    for answer, correct in zip(answers_K, correct_K, strict=True):
+        if answer is not None:
+            marks.setdefault(answer, []).append(bool(correct))
+    most = max(map(len, marks.values()), default=0)
+    leaders = [sum(given) / most for given in marks.values() if len(given) == most]
+    return sum(leaders) / len(leaders) if leaders else 0.0
 
 
 # Comparisons: the seed is the unit
 
 
-def iqm(values: Table, axis: int = -1) -> Table | float:
-    """Return the interquartile mean: the mean without the lowest and highest ⌊n/4⌋ values (25 % trimmed mean)."""
-    array = np.sort(np.asarray(values, dtype=np.float64), axis=axis)
-    n = array.shape[axis]
+def iqm(values: Table) -> Table | float:
+    """Return the interquartile mean over the last axis: the mean without the lowest and highest ⌊n/4⌋ values (25 %
+    trimmed mean)."""
+    array = np.sort(np.asarray(values, dtype=np.float64), axis=-1)
+    n = array.shape[-1]
     if n == 0:
         raise ValueError("an interquartile mean needs at least one value")
-    kept = np.take(array, np.arange(n // 4, n - n // 4), axis=axis).mean(axis=axis)
+    kept = array[..., n // 4 : n - n // 4].mean(axis=-1)
     return float(kept) if kept.ndim == 0 else kept
 
 
-def bootstrap_ci(
-    values: Values,
+def bootstrap_interval(
+    columns: Sequence[Values],
     generator: np.random.Generator,
-    *,
-    statistic: Callable[..., Table | float] = np.mean,
-    level: float = 0.95,
-    resamples: int = 10_000,
-    expanded: bool = False,
-) -> Interval:
-    """Return ``statistic`` of the values with a percentile bootstrap interval.
-
-    ``statistic`` must take an ``axis`` (``np.mean``, ``iqm``). ``expanded`` takes wider percentiles, because a
-    bootstrap from few values is too narrow (Hesterberg 2015, section 3.1). The estimate is that of the values as given;
-    ends are None with one value. Raises ValueError for no value, non-finite ones or a level outside (0, 1).
-    """
-    x = _vector(values, "values")
-    if not len(x) or not 0.0 < level < 1.0 or resamples < 1:
-        raise ValueError("a bootstrap needs at least one value, one resample and a level between 0 and 1")
-    return _percentile_interval([x], lambda x: statistic(x, axis=-1), generator, level, resamples, expanded)
-
-
-def paired_bootstrap_ci(
-    a: Values,
-    b: Values,
-    generator: np.random.Generator,
-    statistic: Callable[[Table, Table], Table | float],
-    *,
-    level: float = 0.95,
-    resamples: int = 10_000,
-) -> Interval:
-    """Return ``statistic(a, b)`` of paired results with an expanded percentile interval; whole pairs are resampled.
-
-    ``statistic`` takes two arrays [..., pairs] and returns one number for each leading index. Ends are None with one
-    pair. Raises ValueError for lists that do not pair.
-    """
-    return _percentile_interval(_pairs(a, b), statistic, generator, level, resamples, expanded=True)
-
-
-def _percentile_interval(
-    columns: Sequence[np.ndarray],
     statistic: Callable[..., Table | float],
-    generator: np.random.Generator,
-    level: float,
-    resamples: int,
-    expanded: bool,
+    resamples: int = 10_000,
 ) -> Interval:
-    """Return the statistic with its percentile bootstrap interval; rows of the columns are resampled together.
-    ``expanded``: see ``expanded_ends``."""
-    estimate, n = float(statistic(*columns)), len(columns[0])
+    """Return ``statistic`` of the columns with its percentile bootstrap interval; rows are resampled together.
+
+    ``statistic`` takes the columns [..., rows] and returns one number for each leading index. A bootstrap from few
+    values is too narrow, so the percentiles are Φ(∓√(n/(n−1))·t), which cover 95 % for normal data (Hesterberg 2015,
+    section 3.1). The estimate is that of the values as given; ends are None with one row. Raises ValueError for no
+    value, non-finite ones and columns of different lengths.
+    """
+    from scipy.special import ndtr
+
+    arrays = _paired(*columns)
+    estimate, n = float(statistic(*arrays)), len(arrays[0])
     if n < 2:
         return Interval(estimate, None, None)
     rows = generator.integers(0, n, (resamples, n))
-    ends = expanded_ends(n, level) if expanded else (0.5 - level / 2.0, 0.5 + level / 2.0)
-    low, high = np.quantile(np.asarray(statistic(*(column[rows] for column in columns))), ends)
+    tail = float(ndtr(-math.sqrt(n / (n - 1)) * _t_quantile(n - 1)))
+    low, high = np.quantile(np.asarray(statistic(*(column[rows] for column in arrays))), (tail, 1.0 - tail))
     return Interval(estimate, float(low), float(high))
 
 
-def expanded_ends(n: int, level: float = 0.95) -> tuple[float, float]:
-    """Return the percentiles of a bootstrap of ``n`` > 1 values that cover ``level`` for normal data: Φ(∓√(n/(n−1))·t)
-    (Hesterberg 2015, section 3.1)."""
-    from scipy.special import ndtr
-
-    tail = float(ndtr(-math.sqrt(n / (n - 1)) * _t_quantile(level, n - 1)))
-    return tail, 1.0 - tail
-
-
-def _pairs(a: Values, b: Values) -> tuple[np.ndarray, np.ndarray]:
-    x, y = _vector(a, "results"), _vector(b, "results")
-    if len(x) != len(y) or not len(x):
-        raise ValueError(f"paired results need the same seeds on both sides: got {len(x)} and {len(y)}")
-    return x, y
+def _paired(*columns: Values) -> list[np.ndarray]:
+    arrays = [_vector(column, "results") for column in columns]
+    lengths = [len(array) for array in arrays]
+    if not lengths[0] or len(set(lengths)) > 1:
+        raise ValueError(f"paired results need the same seeds on both sides: got {' and '.join(map(str, lengths))}")
+    return arrays
 
 
-def paired_interval(a: Values, b: Values, level: float = 0.95) -> Interval:
+def paired_interval(a: Values, b: Values) -> Interval:
     """Return the mean of the differences a − b of paired results with Student's t interval; ends are None with one
     pair. Raises ValueError for lists that do not pair."""
-    x, y = _pairs(a, b)
+    x, y = _paired(a, b)
     d = x - y
     n, mean = len(d), float(d.mean())
     if n < 2:
         return Interval(mean, None, None)
-    reach = _t_quantile(level, n - 1) * float(d.std(ddof=1)) / math.sqrt(n)
+    reach = _t_quantile(n - 1) * float(d.std(ddof=1)) / math.sqrt(n)
     return Interval(mean, mean - reach, mean + reach)
 
 

@@ -7,7 +7,7 @@ Their seeds are fresh, so that the order of the problems and all samples are new
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from retrain.models.directory import bundled_name
 from retrain.policy.critic import WEIGHTS as CRITIC
 from retrain.policy.local import DoesNotFit
 from retrain.probe.conditions import conditions_of, forked
-from retrain.probe.gradients import with_open_gate
+from retrain.probe.gradients import Progress, with_open_gate
 from retrain.records.observer import Messages, SpecLike
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import ADAPTER_CONFIG, STATE
@@ -42,8 +42,6 @@ FORECAST = (
     "at the end (docs/results.md). Conditions whose intervals overlap have no order; the campaign decides."
 )
 LAST_USUAL_SEED = 1000  # Fresh seeds lie beyond those of a campaign and its follow-ups
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,7 +22,7 @@ from retrain.campaign.planning.plan import Plan, base_key
 from retrain.config.runs import RunSpec
 from retrain.engines.protocol import Engine
 from retrain.errors import CheckpointError, RunFailed, UsageError
-from retrain.maths.statistics import bootstrap_ci
+from retrain.maths.statistics import bootstrap_interval
 from retrain.policy.local import DoesNotFit, LocalPolicy
 from retrain.probe.conditions import conditions_of, temporary
 from retrain.records.observer import Messages
@@ -215,5 +216,5 @@ def _interval(values_B: np.ndarray, scale: Callable[[float], float] = float) -> 
     finite_B = values_B[np.isfinite(values_B)]
     if not len(finite_B):
         return None
-    interval = bootstrap_ci(finite_B, generator("probe"), resamples=2000, expanded=True)
+    interval = bootstrap_interval([finite_B], generator("probe"), partial(np.mean, axis=-1), resamples=2000)
     return {name: None if end is None else scale(end) for name, end in vars(interval).items()}

@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import chain, count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from retrain.adapters.talk import trial_report
 from retrain.campaign.planning.plan import Plan
@@ -20,14 +19,13 @@ from retrain.errors import UsageError
 from retrain.policy.local import DoesNotFit
 from retrain.probe.conditions import temporary
 from retrain.records.observer import Messages
+from retrain.records.schema.base import Row
 from retrain.training.assemble import assemble
 
 ANSWERS = 4  # Answers for each problem, or the group size where that is smaller
 
 
-def trial(
-    plan: Plan, problems: int, samples: int | None, condition: str | None, notify: Callable[[str], None]
-) -> dict[str, Any]:
+def trial(plan: Plan, problems: int, samples: int | None, condition: str | None, notify: Callable[[str], None]) -> Row:
     """Sample and grade ``samples`` answers to each of the first ``problems`` problems of one planned run.
 
     ``condition`` is the label of the run's condition, by default the first; the seed is the first. Returns ``run``,
@@ -63,7 +61,7 @@ def others(plan: Plan, condition: str | None) -> list[str]:
     there is no such condition."""
     tried = chosen(plan, condition)
 
-    def seen(spec: RunSpec) -> tuple[Any, ...]:
+    def seen(spec: RunSpec) -> tuple[object, ...]:
         return spec.config.reward.grading, spec.config.training.sampling.requested
 
     return list(

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from retrain.errors import CheckpointError
 
@@ -33,13 +33,13 @@ class LineMark(NamedTuple):
     def of(cls, line: bytes, end: int) -> LineMark:
         return cls(end, len(line), zlib.crc32(line))
 
-    def is_in(self, file: IO[bytes]) -> bool:
-        line = os.pread(file.fileno(), self.length, self.end - self.length)
-        return os.fstat(file.fileno()).st_size >= self.end and zlib.crc32(line) == self.crc
-
 
 class NewLines:
-    """The complete lines of a growing file that may not exist yet; each iteration continues after ``mark``."""
+    """The complete lines of a growing file that may not exist yet; each iteration continues after ``mark``.
+
+    The file is reopened each time, because NFS shows another machine the state at which the writer last closed it. A
+    line whose bytes NFS still shows as zeros is not complete.
+    """
 
     def __init__(self, path: Path, mark: LineMark | None = None):
         self.path, self.mark = path, mark or LineMark()
@@ -48,7 +48,7 @@ class NewLines:
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             file.seek(self.mark.end)
             for line in file:
-                if not line.endswith(b"\n"):
+                if not line.endswith(b"\n") or b"\0" in line:
                     return
                 self.mark = LineMark.of(line, self.mark.end + len(line))
                 yield line
@@ -56,7 +56,8 @@ class NewLines:
     def is_current(self) -> bool:
         """Return whether the file still contains the last line read; else it was truncated, replaced or removed."""
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
-            return self.mark.is_in(file)
+            line = os.pread(file.fileno(), self.mark.length, self.mark.end - self.mark.length)
+            return os.fstat(file.fileno()).st_size >= self.mark.end and zlib.crc32(line) == self.mark.crc
         return False
 
 

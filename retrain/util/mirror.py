@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -24,6 +24,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from retrain.errors import LeaseLost, NotOurs, RetrainError, StorageError, UsageError, first_line
 from retrain.files import ASIDE, aside_of, dumps, prepare_directory, publish_directory
 from retrain.ownership import LAYOUT, MARK, mark_of, owner_of
+from retrain.util.jsonl import Row
 
 INDEX = ".mirror_index.json"
 MANIFEST = "manifest.json"
@@ -75,7 +76,9 @@ class Mirror:
             facts |= {MANIFEST: [0, 0]} if manifest else {}
             if facts != self._indexed:
                 self._write_index(facts)
-            self._delete(self._uploaded.keys() - facts.keys())
+            for name in self._uploaded.keys() - facts.keys():
+                with suppress(FileNotFoundError):
+                    self.store.rm_file(name)
             self._uploaded = facts
 
     def _upload_groups(self, groups: list[list[str]], facts: dict[str, list[int]]) -> list[str]:
@@ -102,11 +105,6 @@ class Mirror:
             return False
         return True
 
-    def _delete(self, names: Set[str]) -> None:
-        for name in names:
-            with suppress(FileNotFoundError):
-                self.store.rm_file(name)
-
     def fetch(self) -> None:
         """Download the copy to ``directory``, which must not exist. Raises UsageError, StorageError."""
         with self._storage_errors():
@@ -126,7 +124,7 @@ class Mirror:
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
 
-    def index(self) -> dict[str, Any]:
+    def index(self) -> Row:
         try:
             return json.loads(self.store.cat_file(INDEX))
         except FileNotFoundError:

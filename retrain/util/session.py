@@ -22,7 +22,7 @@ from typing import NamedTuple
 from retrain.device import torchrun_rank
 from retrain.errors import LeaseLost, NotOurs, NotReadable, StorageError, UsageError, listed, plural
 from retrain.files import dumps, prepare_directory, read_json_if_present, write_json, writing
-from retrain.ownership import MARK, Owner, claim, machine, process_start
+from retrain.ownership import MARK, Owner, claim, machine, mark_of, process_start
 
 LOCK, LEASE = ".lock", ".lease"
 LOCK_TRIES = 5
@@ -46,7 +46,7 @@ class DirectoryIdentity:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._mark, self._inode = self._read_mark(), _inode_of(directory)
+        self._mark, self._inode = mark_of(directory), _inode_of(directory)
 
     def check(self) -> None:
         """Raise StorageError if the directory has vanished, LeaseLost if another directory has replaced it."""
@@ -62,7 +62,7 @@ class DirectoryIdentity:
                 "replaced meanwhile. This process stops without writing"
             )
         try:
-            mark = self._read_mark()
+            mark = mark_of(self.directory)
         except NotReadable as error:
             raise StorageError(self.directory, str(error)) from error
         if mark != self._mark:
@@ -70,13 +70,6 @@ class DirectoryIdentity:
                 f"{self.directory / MARK} is missing or names another run: the files in this directory were replaced "
                 "while this process wrote it. This process stops without writing"
             )
-
-    def _read_mark(self) -> object:
-        path = self.directory / MARK
-        try:
-            return None if path.is_symlink() else read_json_if_present(path)
-        except PermissionError as error:
-            raise NotReadable(path, error) from error
 
 
 def _inode_of(directory: Path) -> tuple[int, int]:

@@ -8,6 +8,7 @@ training (`[campaign] primary_metric`); others have no verdict. Failed and missi
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from retrain.config.campaign import condition_name, find_label
 from retrain.config.tasks import AUDIT
 from retrain.errors import UsageError, plural
 from retrain.maths.intervals import iqm_interval, mean_interval
-from retrain.maths.statistics import Interval, bootstrap_ci, iqm, paired_bootstrap_ci, probability_of_improvement
+from retrain.maths.statistics import Interval, bootstrap_interval, iqm, probability_of_improvement
 from retrain.records.notes import is_graded
 from retrain.records.schema.campaign import ENDED
 from retrain.records.schema.comparison import (
@@ -265,8 +266,8 @@ class _ConditionBuilder:
         values, of_baseline = (np.array([pair[column] for pair in pairs]) for column in (1, 2))
         differences = values - of_baseline
         typical = analysis.typical if analysis.typical is not None else float(np.mean(differences))
-        improvement = paired_bootstrap_ci(
-            values, of_baseline, np.random.default_rng(0), probability_of_improvement, resamples=2_000
+        improvement = bootstrap_interval(
+            (values, of_baseline), np.random.default_rng(0), probability_of_improvement, resamples=2_000
         )
         ends = _ends_of(analysis, measure)
         level = 1.0 - ALPHA / self.comparisons
@@ -295,7 +296,7 @@ class _ConditionBuilder:
             **vars(_summary(label, results, measure)),
             seeds=[run.seed for run in runs],
             iqm=_iqm(values, measure, _resolution(finished, measure), level=True) if values else None,
-            mean_bootstrap=_bootstrap(values, np.mean),
+            mean_bootstrap=_bootstrap(values, partial(np.mean, axis=-1)),
             iqm_bootstrap=_bootstrap(values, iqm),
             missing=[_missing(run, measure) for run in runs if run.pair not in results],
             failed=sum(run.state == "failed" for run in runs),
@@ -387,7 +388,7 @@ def _bootstrapped(interval: Interval, pairs: int) -> Bounds:
 def _bootstrap(values: Sequence[float], statistic: Callable[..., Floats | float]) -> Bounds | None:
     if not values:
         return None
-    interval = bootstrap_ci(values, np.random.default_rng(0), statistic=statistic, expanded=True)
+    interval = bootstrap_interval([values], np.random.default_rng(0), statistic)
     return _bootstrapped(interval, len(values))
 
 

@@ -34,9 +34,10 @@ from retrain.campaign.running.protocol import (
 from retrain.campaign.running.tasks import WORKERS, Tasks, append, events_of, home_of, newest
 from retrain.engines.server.fleet import Fleet, Notify
 from retrain.errors import DeviceLost, NotReadable, RetrainError, WorkersLost
-from retrain.files import GrowingFile, writing
+from retrain.files import writing
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import SERVER_NEWS
+from retrain.util.jsonl import NewLines, parse_row
 from retrain.util.session import LeaseWatch, is_here, lease_of
 
 TICK_SECONDS = 0.25  # Seconds between polls of the workers
@@ -67,7 +68,7 @@ class WorkerSlot:
     home: Path
     is_occupied: bool = False
     process: int = 0
-    events: GrowingFile | None = None
+    events: NewLines | None = None
     name: str = ""
     pid: int = 0
     reported_end: WorkerEnd | None = None
@@ -89,7 +90,7 @@ class WorkerSlot:
 
     def follow(self, process: int) -> None:
         self.process, self.is_occupied, self.dead_since = process, True, 0.0
-        self.events, self.reported_end, self.fault = GrowingFile(events_of(self.home, process)), None, ""
+        self.events, self.reported_end, self.fault = NewLines(events_of(self.home, process)), None, ""
         self.lease = LeaseWatch(self.home, SILENCE_SECONDS)
 
     def vacate(self) -> None:
@@ -266,7 +267,7 @@ class CampaignWorkers:
         if slot.events is None and process > slot.process:
             slot.follow(process)
         if slot.events is not None:
-            for line in slot.events.lines():
+            for line in map(parse_row, slot.events):
                 yield from self._handle_line(slot, line)
         end = slot.reported_end
         if end is None and slot.events is not None and process > slot.process:

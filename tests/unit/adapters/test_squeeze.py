@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.errors import UsageError
-from retrain.maths.squeeze import analyse, energy, rank_pattern, recommend, table, truncate
+from retrain.maths.squeeze import analyse, energy, rank_pattern, recommend, truncate
 
 
 def factors(seed: int, rank: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float64):
@@ -45,34 +45,35 @@ def test_truncation_is_the_best_approximation(seed, rank, inputs, outputs, data)
 def test_energy_and_table_by_hand():
     spectra = {"a": torch.tensor([2.0, 1.0, 1.0]), "b": torch.tensor([3.0, 0.0, 0.0])}
     assert energy(spectra["a"]).tolist() == pytest.approx([4 / 6, 5 / 6, 1.0])
-    rows = table(spectra)
+    rows = recommend(spectra, 1.0, 1.0).rows
     assert [row.rank for row in rows] == [1, 2, 3]
     assert rows[0].mean_energy == pytest.approx(5 / 6)
     assert (rows[0].min_energy, rows[0].max_energy) == (pytest.approx(4 / 6), 1.0)
     assert rows[0].weight_error == pytest.approx(math.sqrt(1 / 6))
     assert rows[2].weight_error == 0.0
-    shorter = table({"small": torch.tensor([1.0]), "large": torch.tensor([1.0, 1.0])})  # keeps all of its energy
+    small = {"small": torch.tensor([1.0]), "large": torch.tensor([1.0, 1.0])}  # keeps all of its energy
+    shorter = recommend(small, 1.0, 1.0).rows
     assert (shorter[0].mean_energy, shorter[1].min_energy) == (pytest.approx(0.75), 1.0)
 
 
 def test_recommendation_by_mean_and_by_worst_module():
     spectra = {"sharp": torch.tensor([1.0, 0.0, 0.0, 0.0]), "flat": torch.tensor([1.0, 1.0, 1.0, 1.0])}
-    by_mean = recommend(spectra, min_variance_retention=0.75)
+    by_mean = recommend(spectra, 0.75, 0.0)
     assert (by_mean.recommended, by_mean.worst_module, by_mean.source_rank) == (2, "flat", 4)
-    by_layer = recommend(spectra, min_variance_retention=0.75, min_layer_retention=0.7)
+    by_layer = recommend(spectra, 0.75, 0.7)
     assert by_layer.recommended == 3
     assert "every module" in by_layer.reason
-    assert recommend(spectra, min_variance_retention=1.0).recommended == 4
-    dead = recommend({"live": torch.tensor([1.0, 1.0]), "dead": torch.zeros(2)}, min_variance_retention=0.5)
+    assert recommend(spectra, 1.0, 0.0).recommended == 4
+    dead = recommend({"live": torch.tensor([1.0, 1.0]), "dead": torch.zeros(2)}, 0.5, 0.0)
     assert (dead.recommended, dead.untrained, dead.rank_pattern) == (1, ("dead",), {"live": 1, "dead": 1})
     assert dead.rows[0].mean_energy == pytest.approx(0.5)  # untrained modules count in no average
-    untrained = recommend({"a": analyse(torch.randn(4, 8), torch.zeros(6, 4), 1.0)}, min_layer_retention=0.5)
+    untrained = recommend({"a": analyse(torch.randn(4, 8), torch.zeros(6, 4), 1.0)}, 0.95, 0.5)
     assert (untrained.recommended, untrained.untrained, "untrained" in untrained.reason) == (None, ("a",), True)
-    none = recommend(spectra, min_variance_retention=0.9, ranks=[1, 2])
+    none = recommend(spectra, 0.9, 0.0, [1, 2])
     assert (none.recommended, none.rank_pattern) == (None, {})
     assert "no candidate rank up to 2" in none.reason
     with pytest.raises(UsageError, match="target rank 5 is outside 1 … 4"):
-        recommend(spectra, ranks=[5])
+        recommend(spectra, 0.95, 0.9, [5])
 
 
 @given(st.lists(st.lists(st.floats(0, 10), min_size=1, max_size=5), min_size=1, max_size=4), st.integers(1, 5))

@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from retrain.campaign.running.tasks import Tasks, append
-from retrain.files import GrowingFile
+from retrain.util.jsonl import NewLines, parse_row
 
 
 @pytest.fixture
@@ -63,13 +63,17 @@ def test_a_new_controller_keeps_claims_and_withdraws_what_waits(tasks, tmp_path)
 
 
 def test_events_are_read_line_by_line_as_they_are_complete(tmp_path):
-    events = GrowingFile(tmp_path / "events_1.jsonl")
-    assert events.lines() == []
+    events = NewLines(tmp_path / "events_1.jsonl")
+
+    def rows() -> list[dict]:
+        return list(map(parse_row, events))
+
+    assert rows() == []
     append(events.path, {"step": 0})
     with open(events.path, "ab") as file:
         file.write(b'{"step": 1')
-    assert events.lines() == [{"step": 0}]
+    assert rows() == [{"step": 0}]
     with open(events.path, "ab") as file:
         file.write(b'}\n{"step": 2}\n\0\0\0')  # a length that has arrived before its bytes, as on NFS
-    assert events.lines() == [{"step": 1}, {"step": 2}]
-    assert events.lines() == []
+    assert rows() == [{"step": 1}, {"step": 2}]
+    assert rows() == []

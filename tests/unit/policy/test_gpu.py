@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from retrain import device as devices
-from retrain.device import available_memory, build_fault, cpu_build, is_out_of_memory, lost, nvidia_gpus, usable_gpu
+from retrain.cli.explain import device_of
+from retrain.config import parse_dict
+from retrain.device import available_memory, build_fault, cpu_build, is_out_of_memory, lost, nvidia_gpus
 from retrain.engines import LocalEngine
 from retrain.engines.graphs import EmptyCapture, StepGraphs
 from retrain.errors import ConfigError, RetrainError, RunFailed, UsageError
@@ -295,7 +297,7 @@ def test_nvidia_smi_is_asked_unless_its_gpus_are_hidden(nvidia_smi, monkeypatch)
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for GPUs")
 def test_a_cpu_build_beside_a_gpu_is_refused_for_large_models(tmp_path, nvidia_smi):
     assert cpu_build() == torch.__version__
-    assert usable_gpu() == ""  # nothing is planned for a GPU that torch cannot use
+    assert device_of(parse_dict({}))[0].kind == "cpu"  # nothing is planned for a GPU that torch cannot use
     assert build_fault("cpu") == ""
     large = qwen3_directory(tmp_path / "large", ["words"], hidden=512, layers=6)
     file = tmp_path / "large.toml"

@@ -15,7 +15,7 @@ from retrain.data.prompts import Renderer
 from retrain.environments.build import SplitEnvironment
 from retrain.files import read_jsonl
 from retrain.maths.bounded import bounded_mean_interval
-from retrain.maths.statistics import accuracy_interval, maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
+from retrain.maths.statistics import accuracy_interval, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.recorder import RunRecorder
 from retrain.records.rollouts import SHOWN, held_out_completions, shortened
@@ -74,7 +74,7 @@ def test_pass_at_k_is_the_share_of_all_subsets_with_a_success(marks, data):
 def test_a_majority_is_the_mean_over_blocks_and_drops_no_vote(samples, data):
     answers, marks = zip(*samples, strict=True)
     k = data.draw(st.integers(1, len(samples)))
-    blocks = [maj_at_k(answers[i * k : (i + 1) * k], marks[i * k : (i + 1) * k], k) for i in range(len(samples) // k)]
+    blocks = [majority(answers[i * k : (i + 1) * k], marks[i * k : (i + 1) * k], k) for i in range(len(samples) // k)]
     assert majority(answers, marks, k) == pytest.approx(math.fsum(blocks) / len(blocks))
     assert 0.0 <= majority(answers, marks, k) <= 1.0
 
@@ -92,7 +92,7 @@ def test_a_vote_counts_the_answers_that_the_reward_reads():
     ):
         assert reward.strict_answers == strict
     # A custom reward may grade equal answers differently: such an answer counts with its share.
-    assert maj_at_k(["4", "4", "4", "5"], [True, False, False, True], 4) == pytest.approx(1 / 3)
+    assert majority(["4", "4", "4", "5"], [True, False, False, True], 4) == pytest.approx(1 / 3)
     with pytest.raises(ValueError, match="maj@k"):
         majority(["4"], [True], 2)
     assert (sensible_ks(6), majority_ks(6)) == ([1, 2, 4, 6], [4, 6])

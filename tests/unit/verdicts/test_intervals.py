@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from retrain.maths.bounded import bounded_mean_interval, same_problems_interval, smallest_room
+from retrain.maths.bounded import bounded_mean_interval, smallest_room
 from retrain.maths.crossed import new_problems_interval
 from retrain.maths.intervals import SIMULATED_SEEDS, iqm_interval, mean_interval
 from retrain.maths.statistics import accuracy_interval
@@ -70,7 +70,7 @@ def test_coverage_with_few_seeds_where_t_is_too_narrow_for_shares():
 
 
 def tango_interval(gained: int, lost: int, n: int):
-    return same_problems_interval(np.repeat([1.0, -1.0, 0.0], [gained, lost, n - gained - lost]))
+    return bounded_mean_interval(np.repeat([1.0, -1.0, 0.0], [gained, lost, n - gained - lost]), -1.0, 1.0)
 
 
 def tango_z(gained: int, lost: int, n: int, difference: float) -> float:
@@ -93,10 +93,10 @@ def test_published_intervals_and_answers_that_all_agree():
     assert [round(end, 3) for end in ends(tango_interval(1, 7, 21))] == [-0.517, -0.026]
     found = tango_interval(0, 0, 128)
     assert found.high == -found.low == pytest.approx(Z**2 / (128 + Z**2))
-    assert found == same_problems_interval([0.0] * 128)
-    assert same_problems_interval([0.5]).low is None
+    assert found == bounded_mean_interval([0.0] * 128, -1.0, 1.0)
+    assert bounded_mean_interval([0.5], -1.0, 1.0).low is None
     with pytest.raises(ValueError, match=r"\[-1, 1\]"):
-        same_problems_interval([1.5, 0.0])
+        bounded_mean_interval([1.5, 0.0], -1.0, 1.0)
 
 
 def test_shares_have_wilsons_interval_and_students_quantile_where_asked():

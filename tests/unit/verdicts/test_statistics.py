@@ -1,4 +1,5 @@
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from scipy import stats
 
 from retrain.maths import statistics
 
+mean = partial(np.mean, axis=-1)
 NUMBERS = st.lists(st.floats(-100, 100), min_size=1, max_size=10)
 
 
@@ -55,12 +57,17 @@ def test_iqm_is_the_trimmed_mean(values):
 
 def test_bootstrap_is_seeded_and_close_to_scipy():
     x = np.random.default_rng(1).normal(size=40)
-    got = statistics.bootstrap_ci(x, np.random.default_rng(2))
-    assert got == statistics.bootstrap_ci(x, np.random.default_rng(2))
+    got, again = (statistics.bootstrap_interval([x], np.random.default_rng(2), mean) for _ in range(2))
+    assert got == again
     assert got.estimate == pytest.approx(x.mean())
-    theirs = stats.bootstrap((x,), np.mean, method="percentile", rng=np.random.default_rng(3)).confidence_interval
+    level = 2 * stats.norm.cdf((40 / 39) ** 0.5 * stats.t.ppf(0.975, 39)) - 1  # wider, as Hesterberg advises
+    theirs = stats.bootstrap(
+        (x,), np.mean, method="percentile", confidence_level=level, rng=np.random.default_rng(3)
+    ).confidence_interval
     assert (got.low, got.high) == (pytest.approx(theirs.low, abs=0.02), pytest.approx(theirs.high, abs=0.02))
-    assert statistics.bootstrap_ci([2.0], np.random.default_rng(0)).low is None
+    assert statistics.bootstrap_interval([[2.0]], np.random.default_rng(0), mean).low is None
+    with pytest.raises(ValueError, match="same seeds"):
+        statistics.bootstrap_interval([[2.0], [1.0, 3.0]], np.random.default_rng(0), mean)
 
 
 def test_paired_interval():
@@ -114,6 +121,6 @@ def test_holm_s_correction():
 
 def test_maj():
     answers, correct = ["4", "5", "5", None, "4", "4"], [True, False, False, False, True, True]
-    found = [statistics.maj_at_k(answers, correct, k) for k in (6, 3, 2)]
+    found = [statistics.majority(answers[:k], correct[:k], k) for k in (6, 3, 2)]
     assert found == [1.0, 0.0, 0.5]  # a tie is shared
-    assert statistics.maj_at_k([None, None], [False, False], 2) == 0.0
+    assert statistics.majority([None, None], [False, False], 2) == 0.0
