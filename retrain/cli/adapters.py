@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from retrain.cli.arguments import AsJson, Base, argument, option, output_path, require_directory
-from retrain.cli.output import note, print_record, print_text
+from retrain.cli.output import note, print_record, print_report, print_text
 from retrain.errors import UsageError, plural
-from retrain.files import dumps
 from retrain.records.schema.base import Values
 from retrain.util.text import one_line
 
@@ -54,17 +53,15 @@ def sample(
     report = talk.answers(
         source, texts, samples=samples, max_tokens=max_tokens, temperature=temperature, seed=seed, notify=note
     )
-    if as_json:
-        print(dumps(report, indent=2))
-    elif sys.stdout.isatty():
-        print_answers(report)
-    else:
-        for number, prompt in enumerate(report["prompts"], start=1):
-            print_record("prompt", prompt=number, tokens=prompt["tokens"], text=prompt["rendered"])
-            for index, pair in enumerate(zip(prompt["base"], prompt["adapter"], strict=True), start=1):
-                for who, each in zip(("base", "adapter"), pair, strict=True):
-                    facts = {"tokens": each["tokens"], "stop": each["stop"]}
-                    print_record(who, prompt=number, answer=index, **facts, text=each["text"])
+    print_report(report, as_json, print_answers, print_answer_lines)
+
+
+def print_answer_lines(report: Values) -> None:
+    for number, prompt in enumerate(report["prompts"], start=1):
+        print_record("prompt", prompt=number, tokens=prompt["tokens"], text=prompt["rendered"])
+        for index, pair in enumerate(zip(prompt["base"], prompt["adapter"], strict=True), start=1):
+            for who, each in zip(("base", "adapter"), pair, strict=True):
+                print_record(who, prompt=number, answer=index, **{key: each[key] for key in ("tokens", "stop", "text")})
 
 
 def print_answers(report: Values) -> None:
@@ -117,8 +114,6 @@ def export(
         report = export.pad_rank(source, out, rank_pad)
         before = " to ".join(map(str, dict.fromkeys((report["ranks_before"][0], report["ranks_before"][-1]))))
         lines = {"rank": f"{report['rank']}, was {before}", "lora_alpha": f"{report['lora_alpha']:g}"}
-    if as_json:
-        print(dumps(report, indent=2))
-        return
-    for name, text in {"adapter": report["adapter"], "base": report["base"], **lines, "written": report["out"]}.items():
-        print(f"{name:<12}{one_line(text)}")
+    facts = {"adapter": report["adapter"], "base": report["base"], **lines, "written": report["out"]}
+    text = "\n".join(f"{name:<12}{one_line(fact)}" for name, fact in facts.items())
+    print_report(report, as_json, lambda _: print(text))

@@ -1,6 +1,5 @@
 """``check``, ``report`` and ``compare``: commands that read and print, and never import torch."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +16,8 @@ from retrain.cli.arguments import (
     read,
     require_directory,
 )
-from retrain.cli.output import print_comparison
+from retrain.cli.output import print_comparison, print_report
 from retrain.errors import plural
-from retrain.files import dumps
 from retrain.verdicts.design import verdict_lines
 from retrain.verdicts.pooling import compare_directories
 from retrain.verdicts.report import write_report
@@ -72,7 +70,4 @@ def compare(
     for directory in directories:
         require_directory(directory)
     report = compare_directories(directories, metric=metric, baseline=baseline)
-    if as_json:
-        print(dumps(report, indent=2))
-    else:
-        print_comparison(report, plain=not sys.stdout.isatty(), secondary=True)
+    print_report(report, as_json, lambda report: print_comparison(report, secondary=True))

@@ -7,10 +7,9 @@ from typing import Annotated
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.cli.arguments import AsJson, ConfigFile, Sets, option, read
-from retrain.cli.output import note, print_table
+from retrain.cli.output import note, print_report, print_table
 from retrain.config.campaign import condition_name
 from retrain.errors import UsageError
-from retrain.files import dumps
 from retrain.records.schema.base import Values
 from retrain.util.text import approximate_duration, interval, minus, number, one_line, short
 
@@ -48,10 +47,7 @@ def probe(
         planned = forks.plan_fork(plan, at, fork, seeds or SEEDS)
         check(plan, places=False)
         report, show = forks.run_fork(planned, _progress), _print_forks
-    if as_json:
-        print(dumps({"file": str(file), **report}, indent=2))
-    else:
-        show(report)
+    print_report({"file": str(file), **report}, as_json, show)
 
 
 def _progress(text: str) -> None:

@@ -33,10 +33,9 @@ from retrain.cli.arguments import (
 )
 from retrain.cli.console import lasting_streams, make_console
 from retrain.cli.explain import print_explanation
-from retrain.cli.output import print_squeeze, print_tables_of
+from retrain.cli.output import print_report, print_squeeze, print_tables_of
 from retrain.device import torchrun_rank
 from retrain.errors import UsageError
-from retrain.files import dumps
 from retrain.records.observer import Observer
 from retrain.records.registry import OFF, ON
 from retrain.records.trackers import wandb_upload_command
@@ -214,8 +213,4 @@ def squeeze(
         finish(False, lambda observer: launch(*continuation(directory, to, steps, out), observer))
     from retrain.adapters.squeeze import squeeze as squeeze_directory
 
-    report = squeeze_directory(directory, to, out, pattern)
-    if as_json:
-        print(dumps(report, indent=2))
-    else:
-        print_squeeze(report, plain=False)
+    print_report(squeeze_directory(directory, to, out, pattern), as_json, print_squeeze)

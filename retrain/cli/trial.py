@@ -1,15 +1,13 @@
 """``try``: show prompts, answers and rewards before training."""
 
-import sys
 from typing import Annotated
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.cli.arguments import AsJson, ConfigFile, Sets, option, read
-from retrain.cli.output import note, print_record, print_text
+from retrain.cli.output import note, print_record, print_report, print_text
 from retrain.config.campaign import condition_name
 from retrain.errors import RunFailed, plural
-from retrain.files import dumps
 from retrain.records.schema.base import Values
 from retrain.util.text import approximate_duration, one_line
 
@@ -36,12 +34,7 @@ def try_(
     for label in map(condition_name, others(plan, condition)):
         note(f"{label} has another reward or sampling: type --condition '{label}'")
     report = trial(plan, problems, samples, condition, note)
-    if as_json:
-        print(dumps({"file": str(file), **report}, indent=2))
-    elif sys.stdout.isatty():
-        print_trial(report)
-    else:
-        print_trial_lines(report)
+    print_report({"file": str(file), **report}, as_json, print_trial, print_trial_lines)
     if report["verdict"]["all_failed"]:
         reasons = "; ".join(f"{reason} ({count} ×)" for reason, count in report["verdict"]["reasons"].items())
         raise RunFailed(f"the reward graded none of {report['verdict']['answers']} answers: {reasons}")
