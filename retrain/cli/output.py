@@ -26,7 +26,7 @@ PLAIN = 1_000_000  # Columns of plain output, in which no line is broken
 
 
 def print_report(
-    report: Any, as_json: bool, on_terminal: Callable[[Any], None], elsewhere: Callable[[Any], None] | None = None
+    report: Any, as_json: bool, on_terminal: Callable[[Any], object], elsewhere: Callable[[Any], object] | None = None
 ) -> None:
     """Print a report as JSON, or with the function for terminals or other outputs; without ``elsewhere`` they share
     one."""
