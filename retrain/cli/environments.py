@@ -1,9 +1,9 @@
 """``environments``: list providers, tools and tasks, and check whether they work."""
 
 from collections.abc import Iterator
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-from retrain.cli.arguments import AsJson, option
+from retrain.cli.arguments import AS_JSON, option
 from retrain.cli.output import print_record, print_report, print_table
 from retrain.environments.providers import reasoning_gym
 from retrain.errors import RetrainError
@@ -30,8 +30,8 @@ class Capability(NamedTuple):
 
 
 def environments(
-    check: Annotated[bool, option("--check", "Also look at every data set of reasoning-gym: a minute or two.")] = False,
-    as_json: AsJson = False,
+    check: bool = option("--check", "Also look at every data set of reasoning-gym: a minute or two.", False),
+    as_json: bool = AS_JSON,
 ) -> None:
     """List environment providers and tools, and what to install.
 

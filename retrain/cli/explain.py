@@ -4,14 +4,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import psutil
 
 from retrain.campaign.planning.plan import Plan, cut, seeds_before_interim
 from retrain.campaign.planning.references import data_problems
 from retrain.cli import formulas
-from retrain.cli.arguments import ConfigFile, ExecutorName, Out, Sets, WorkerCount, executor_sets, option, read
+from retrain.cli.arguments import EXECUTOR, FILE, OUT, SETS, WORKERS, executor_sets, option, read
 from retrain.cli.output import print_table
 from retrain.cli.pace import recorded_pace
 from retrain.cli.problems import Problems, problems_of
@@ -40,27 +39,21 @@ TEXTS = {
 
 
 def explain(
-    file: ConfigFile,
-    sets: Sets = None,
-    out: Out = None,
-    pilot: Annotated[
-        Path | None,
-        option(
-            "--pilot DIR",
-            "Take the pair spread from the runs in this directory; by default from an earlier campaign of the file.",
-        ),
-    ] = None,
-    detect: Annotated[
-        float | None,
-        option(
-            "--detect POINTS",
-            "Print the probability of finding a difference of this size, and the seeds needed; needs a pair spread.",
-            min=1e-9,
-        ),
-    ] = None,
-    executor: ExecutorName = None,
-    workers: WorkerCount = None,
-    files: Annotated[bool, option("--files", "List every file that training would write, instead.")] = False,
+    file: Path = FILE,
+    sets: list[str] | None = SETS,
+    out: Path | None = OUT,
+    pilot: Path | None = option(
+        "--pilot DIR",
+        "Take the pair spread from the runs in this directory; by default from an earlier campaign of the file.",
+    ),
+    detect: float | None = option(
+        "--detect POINTS",
+        "Print the probability of finding a difference of this size, and the seeds needed; needs a pair spread.",
+        min=1e-9,
+    ),
+    executor: str | None = EXECUTOR,
+    workers: int | None = WORKERS,
+    files: bool = option("--files", "List every file that training would write, instead.", False),
 ) -> None:
     """Show a file's conditions, detectable effects and costs; train nothing."""
     plan = Plan.of(read(file, [*(sets or ()), *executor_sets(executor, workers)]), out)

@@ -6,12 +6,12 @@ import platform
 import shutil
 import sys
 from collections.abc import Mapping
-from enum import StrEnum
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
+import psutil
 import typer
 
 from retrain import __version__
@@ -31,41 +31,29 @@ MARKS = {True: "ok", False: "BAD", None: "-"}
 """Prefix of a line of ``doctor``: good, bad, or absent and needed only by some files."""
 
 
-class Template(StrEnum):
-    quickstart = "quickstart"
-    campaign = "campaign"
-    gsm8k = "gsm8k"
-
-
 SCHEMA_FILE = "retrain.schema.json"  # Name of the schema beside a new file; its first line points there
 
 TEMPLATE_FILES = {"quickstart": "quickstart.toml", "campaign": "five_conditions.toml", "gsm8k": "gsm8k.toml"}
 
 
 def init(
-    path: Annotated[
-        Path | None,
-        typer.Argument(metavar="PATH", help="File or directory to write to; without it <template>.toml here."),
-    ] = None,
-    template: Annotated[
-        Template,
-        option(
-            "--template",
-            "quickstart: minutes on the bundled model; campaign: the five standard conditions; "
-            "gsm8k: Qwen3-8B on one GPU.",
-        ),
-    ] = Template.quickstart,
+    path: Path | None = argument("PATH", "File or directory to write to; without it <template>.toml here.", None),
+    template: Literal["quickstart", "campaign", "gsm8k"] = option(
+        "--template",
+        "quickstart: minutes on the bundled model; campaign: the five standard conditions; gsm8k: Qwen3-8B on one GPU.",
+        "quickstart",
+    ),
 ) -> None:
     """Write a commented campaign file and its JSON Schema.
 
     Editors check the file by the schema. Existing files are never overwritten.
     """
-    target = path or Path(f"{template.value}.toml")
+    target = path or Path()
     if target.is_dir():
-        target = target / f"{template.value}.toml"
+        target = target / f"{template}.toml"
     if target.suffix != ".toml":
         raise UsageError(f"{target} does not end in .toml; type: retrain init {target}.toml")
-    package, file = Path(__file__).parents[1], TEMPLATE_FILES[template.value]
+    package, file = Path(__file__).parents[1], TEMPLATE_FILES[template]
     installed = package / "templates" / file
     shipped = installed if installed.is_file() else package.parent / "campaigns" / file  # in a checkout
     text = shipped.read_text(encoding="utf-8")
@@ -101,30 +89,23 @@ def schema_text() -> str:
 
 
 def doctor(
-    model: Annotated[
-        str | None, argument("MODEL", "With --url: the model that the server should hold, by default its own.")
-    ] = None,
-    device: Annotated[
-        str | None,
-        option(
-            "--device auto|cpu|gpu:N",
-            "Prove on this device, in about 90 seconds, that sampling, training and resuming are right.",
-        ),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        option(
-            "--file FILE",
-            "With --device: use the model of this campaign file, with random weights if its own are missing. With "
-            "--url: its model, adapter and section inference.",
-        ),
-    ] = None,
-    report: Annotated[Path | None, option("--json FILE", "With --device: write a full report to this file.")] = None,
-    url: Annotated[
-        list[str] | None,
-        option("--url URL", "Prove that this server samples from the trained weights; may be repeated."),
-    ] = None,
-    engine: Annotated[str | None, option("--engine vllm|sglang|openai", "With --url: its kind.")] = None,
+    model: str | None = argument(
+        "MODEL", "With --url: the model that the server should hold, by default its own.", None
+    ),
+    device: str | None = option(
+        "--device auto|cpu|gpu:N",
+        "Prove on this device, in about 90 seconds, that sampling, training and resuming are right.",
+    ),
+    file: Path | None = option(
+        "--file FILE",
+        "With --device: use the model of this campaign file, with random weights if its own are missing. With "
+        "--url: its model, adapter and section inference.",
+    ),
+    report: Path | None = option("--json FILE", "With --device: write a full report to this file."),
+    url: list[str] | None = option(
+        "--url URL", "Prove that this server samples from the trained weights; may be repeated."
+    ),
+    engine: str | None = option("--engine vllm|sglang|openai", "With --url: its kind."),
 ) -> None:
     """Check this machine: Python, packages, devices, extras, disk.
 
@@ -208,11 +189,9 @@ def version_of(package: str) -> str | None:
 def device_lines() -> list[tuple[str, str, bool | None]]:
     """Return (name, text, good) for the processor, memory and every CUDA device; imports torch."""
     lines: list[tuple[str, str, bool | None]] = [
-        ("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}", True)
+        ("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}", True),
+        ("memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB", True),
     ]
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-        lines.append(("memory", f"{memory:.1f} GiB", True))
     if version_of("torch") is None:
         return lines
     import torch

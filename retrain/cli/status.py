@@ -4,13 +4,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from retrain.cli.arguments import AsJson, Plain, Verbose
+from retrain.cli.arguments import AS_JSON, PLAIN, VERBOSE
 from retrain.cli.console import make_console, status_view
 from retrain.cli.follow import Follower, JsonLines
 from retrain.cli.output import print_table
@@ -28,15 +27,11 @@ HOW_TO_HAVE_RUNS = (
 
 
 def status(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A run, a campaign, or a directory of those.")
-    ] = Path("logs"),
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Follow them until all have ended or Ctrl-C is pressed.")
-    ] = False,
-    as_json: AsJson = False,
-    plain: Plain = False,
-    verbose: Verbose = False,
+    directory: Path = typer.Argument(Path("logs"), metavar="DIR", help="A run, a campaign, or a directory of those."),
+    watch: bool = typer.Option(False, "--watch", "-w", help="Follow them until all have ended or Ctrl-C is pressed."),
+    as_json: bool = AS_JSON,
+    plain: bool = PLAIN,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Show runs: state, steps, reward and held-out accuracy.
 

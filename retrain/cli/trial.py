@@ -1,10 +1,10 @@
 """``try``: show prompts, answers and rewards before training."""
 
-from typing import Annotated
+from pathlib import Path
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
-from retrain.cli.arguments import AsJson, ConfigFile, Sets, option, read
+from retrain.cli.arguments import AS_JSON, FILE, SETS, option, read
 from retrain.cli.output import note, print_record, print_report, print_text
 from retrain.config.campaign import condition_name
 from retrain.errors import RunFailed, plural
@@ -13,16 +13,12 @@ from retrain.util.text import approximate_duration, one_line
 
 
 def try_(
-    file: ConfigFile,
-    problems: Annotated[int, option("--problems N", "How many problems.", min=1)] = 4,
-    samples: Annotated[
-        int | None, option("--samples N", "Answers to each; without it 4, or the group size.", min=1)
-    ] = None,
-    condition: Annotated[
-        str | None, option("--condition LABEL", "Which condition of a campaign; without it the first.")
-    ] = None,
-    sets: Sets = None,
-    as_json: AsJson = False,
+    file: Path = FILE,
+    problems: int = option("--problems N", "How many problems.", 4, min=1),
+    samples: int | None = option("--samples N", "Answers to each; without it 4, or the group size.", min=1),
+    condition: str | None = option("--condition LABEL", "Which condition of a campaign; without it the first."),
+    sets: list[str] | None = SETS,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Show a file's prompts, sampled answers and rewards; train nothing.
 
