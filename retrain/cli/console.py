@@ -33,6 +33,11 @@ STATE_STYLES = {
     "done": "green", "failed": "bold red", "interrupted": "yellow", "stopped": "yellow", "running": "cyan",
     "waiting": "dim",
 }  # fmt: skip
+NUMBERS = {
+    "reward": ("mean_reward", 3), "correct": ("correct_rate", 3), "loss": ("loss", 5),
+    "length": ("completions/mean_length", 1), "truncated": ("max_token_hit_rate", 3), "entropy": ("entropy", 3),
+}  # fmt: skip
+"""Numbers of a plain line: metric key and digits by their name."""
 FRAME_LINES = 10
 """Lines of the live view that are not rows: two headings with their rules, the summary, and space for messages."""
 
@@ -130,16 +135,10 @@ class PlainConsole(Board):
             self._progress()
             return
         view = self.runs[spec.run_id]
-        pairs = {
-            "run": spec.run_id,
-            "step": row["step"],
-            "done": f"{view.steps_done}/{view.max_steps}",
-            "reward": number(row.get("mean_reward")),
-            "correct": number(row.get("correct_rate")),
-            "loss": "placeholder" if row.get("loss_is_placeholder") else number(row.get("loss"), 5),
-            "length": number(row.get("completions/mean_length"), 1),
-            "truncated": number(row.get("max_token_hit_rate")),
-            "entropy": number(row.get("entropy")),
+        pairs = {"run": spec.run_id, "step": row["step"], "done": f"{view.steps_done}/{view.max_steps}"}
+        pairs |= {name: number(row.get(key), digits) for name, (key, digits) in NUMBERS.items()}
+        pairs |= {"loss": "placeholder"} if row.get("loss_is_placeholder") else {}
+        pairs |= {
             "lambda": number(view.pooling, 2),
             "tokens_per_s": number(row.get("perf/completion_tokens_per_s"), 0),
             "seconds": number(row.get("step_time_s"), 2),
@@ -180,19 +179,11 @@ class PlainConsole(Board):
             values = [view.row[key] for view in running if view.row.get(key) is not None]
             return sum(values) / len(values) if values else None
 
+        waiting = sum(view.state == "waiting" for view in self.runs.values())
+        pairs = {"done": f"{done}/{total}", "running": len(running), "waiting": waiting}
+        pairs |= {name: number(mean(key), digits) for name, (key, digits) in NUMBERS.items() if name != "loss"}
         elapsed = now - (now if self._began is None else self._began)
-        pairs = {
-            "done": f"{done}/{total}",
-            "running": len(running),
-            "waiting": sum(view.state == "waiting" for view in self.runs.values()),
-            "reward": number(mean("mean_reward")),
-            "correct": number(mean("correct_rate")),
-            "length": number(mean("completions/mean_length"), 1),
-            "truncated": number(mean("max_token_hit_rate")),
-            "entropy": number(mean("entropy")),
-            "eta": duration(elapsed / self._steps * (total - done)),
-        }
-        self._event("progress", pairs)
+        self._event("progress", pairs | {"eta": duration(elapsed / self._steps * (total - done))})
 
     def _event(self, name: str, pairs: Mapping[str, object]) -> None:
         line = " ".join([name, *(f"{key}={value}" for key, value in pairs.items())])

@@ -43,7 +43,7 @@ from retrain.util.session import ENDINGS
 from retrain.util.text import visible
 
 
-def finish(plain: bool, action: Callable[[Observer], CampaignOutcome], verbose: bool = False) -> None:
+def finish(action: Callable[[Observer], CampaignOutcome], plain: bool = False, verbose: bool = False) -> None:
     """Run ``action`` under a console, print the outcome, and exit with its status."""
     started = time.time()
     with lasting_streams():  # a closed terminal does not end the training
@@ -94,12 +94,11 @@ def train(
         return
     from retrain.campaign.controller import launch
 
-    registry = OFF if no_registry else ON
-    finish(
-        plain,
-        lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer), registry),
-        verbose,
-    )
+    def start(observer: Observer) -> CampaignOutcome:
+        registry = OFF if no_registry else ON
+        return launch(loaded, out, observer, retry_failed, approval(accept_changes, observer), registry)
+
+    finish(start, plain, verbose)
 
 
 def follow_torchrun(nothing: bool = False) -> None:
@@ -147,12 +146,11 @@ def resume(
     require_directory(path)
     from retrain.campaign.controller import resume as go_on
 
-    changed = [*(sets or ()), *executor_sets(executor, workers, address)]
-    finish(
-        plain,
-        lambda observer: go_on(path, observer, retry_failed, approval(accept_changes, observer), changed),
-        verbose,
-    )
+    def start(observer: Observer) -> CampaignOutcome:
+        changed = [*(sets or ()), *executor_sets(executor, workers, address)]
+        return go_on(path, observer, retry_failed, approval(accept_changes, observer), changed)
+
+    finish(start, plain, verbose)
 
 
 def approval(accept: bool, observer: Observer) -> Approval:
@@ -197,7 +195,7 @@ def squeeze(
         from retrain.adapters.continuing import continuation
         from retrain.campaign.controller import launch
 
-        finish(False, lambda observer: launch(*continuation(directory, to, steps, out), observer))
+        finish(lambda observer: launch(*continuation(directory, to, steps, out), observer))
     from retrain.adapters.squeeze import squeeze as squeeze_directory
 
     print_report(squeeze_directory(directory, to, out, pattern), as_json, print_squeeze)
