@@ -359,7 +359,7 @@ class LastingStream:
         value = getattr(self._stream, name)
         return partial(self._without_reader, value) if name in ("write", "flush") else value
 
-    def _without_reader(self, method: Callable[..., Any], *arguments: str) -> Any:
+    def _without_reader(self, method: Callable[..., object], *arguments: str) -> object:
         try:
             return method(*arguments)
         except OSError as error:

@@ -1,6 +1,6 @@
 """``environments``: list providers, tools and tasks, and check whether they work."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from retrain.cli.arguments import AS_JSON, option
@@ -41,7 +41,7 @@ def environments(
     print_report(capabilities, as_json, print_capabilities, lambda rows: [print_record(**row) for row in rows])
 
 
-def print_capabilities(capabilities: list[Values]) -> None:
+def print_capabilities(capabilities: Sequence[Values]) -> None:
     for kind, title in TITLES.items():
         rows = [[*capability.values()][1:] for capability in capabilities if capability["kind"] == kind]
         if kind == "task" and rows:

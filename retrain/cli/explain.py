@@ -179,12 +179,12 @@ def evaluation_text(problems: Problems, config: Config) -> str:
 
 def squeeze_text(config: Config, problems: Problems) -> str:
     held_out = config.decisive
-    each = config.squeeze.runs == "one per condition" and config.is_campaign
-    after = "after the first run of each condition" if each else "after the first run"
+    by_condition = config.squeeze.runs == "one per condition" and config.is_campaign
+    after = "after the first run of each condition" if by_condition else "after the first run"
     text = f"{after}: which rank up to {config.model.lora_rank} keeps enough energy"
     if held_out is not None and (evaluated := estimate.verified_ranks(config)):
         asked = problems.sizes.get(held_out.name, held_out.problems)
-        answers = (len(config.campaign.conditions) if each else 1) * evaluated * asked * held_out.samples
+        answers = (len(config.campaign.conditions) if by_condition else 1) * evaluated * asked * held_out.samples
         text += f", and held-out accuracy at up to {evaluated} ranks ({answers:,} completions; [squeeze] verify)"
     return text
 

@@ -1,8 +1,7 @@
 """Describe a configuration's computation for ``explain``; formulas of modes are in ``config.modes``."""
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from retrain.config import Config
 from retrain.config.algorithm import Sepa
@@ -187,7 +186,7 @@ def _update_text(training: Training) -> str:
 
 
 def environment_text(config: Config) -> str:
-    def names(entries: Iterable[Any], key: str) -> str:
+    def names(entries: Iterable[str | Mapping[str, object]], key: str) -> str:
         return ", ".join(entry if isinstance(entry, str) else str(entry.get(key, "?")) for entry in entries)
 
     section = config.environment

@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -17,6 +17,7 @@ from retrain.records.schema.base import Values
 from retrain.records.tables import accuracy_name, rate, short_metric, squeeze_cells, squeeze_columns, squeeze_words
 from retrain.util.text import NOTHING, duration, minus, one_line, percent, points, short, visible
 
+Report = TypeVar("Report")
 COMPARISON_COLUMNS = ("condition", "seeds", "before → after", "95 % interval", "vs baseline", "p", "verdict")
 SECONDARY_COLUMNS = ("metric", "condition", "seeds", "before → after", "vs baseline")
 WIDE = 110  # Terminal columns from which a verdict fits beside the numbers
@@ -26,7 +27,10 @@ PLAIN = 1_000_000  # Columns of plain output, in which no line is broken
 
 
 def print_report(
-    report: Any, as_json: bool, on_terminal: Callable[[Any], object], elsewhere: Callable[[Any], object] | None = None
+    report: Report,
+    as_json: bool,
+    on_terminal: Callable[[Report], object],
+    elsewhere: Callable[[Report], object] | None = None,
 ) -> None:
     """Print a report as JSON, or with the function for terminals or other outputs; without ``elsewhere`` they share
     one."""

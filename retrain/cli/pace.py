@@ -43,17 +43,15 @@ def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace |
     settings, paces = config.to_dict(), list[Pace]()
     for home in homes.values():
         with suppress(RetrainError, OSError, ValueError, KeyError, TypeError):  # damaged records
-            paces += _pace_of(home, settings, device)
+            if (home / MANIFEST).is_file():
+                paces += _pace_of(home, settings, device)
     return min(paces, key=lambda pace: (len(pace.differing), -pace.directory.stat().st_mtime), default=None)
 
 
 def _pace_of(home: Path, config: Values, device: str) -> Iterator[Pace]:
     """Yield the pace of one directory, or nothing if no run of it matches. Raises an error if its records are
     damaged."""
-    facts = RunReader(home).environment()
-    machine = facts["processor"], facts["cpus_usable"], [gpu["name"] for gpu in facts["gpus"]]
-    here = processor(), usable_cpus(), [gpu.name for gpu in nvidia_gpus()]
-    if machine != here or not (home / MANIFEST).is_file():
+    if not _is_this_machine(RunReader(home).environment()):
         return
     manifest = read_manifest(home)
     done = [entry for entry in run_entries(home, manifest) if entry.state == "done"]
@@ -84,3 +82,8 @@ def _run_pace(reader: RunReader, config: Values, device: str) -> tuple[float, in
 
 def _may_change_the_pace(key: str) -> bool:
     return defines_run(key) and not key.endswith("seed") and not key.startswith(("evaluation.", "campaign."))
+
+
+def _is_this_machine(facts: Values) -> bool:
+    here = (processor(), usable_cpus(), [gpu.name for gpu in nvidia_gpus()])
+    return here == (facts["processor"], facts["cpus_usable"], [gpu["name"] for gpu in facts["gpus"]])
