@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SPEAKERS = {"ConfigIssue", "NotOurs", "RunFailed", "LeaseLost", "DeviceLost", "RankLost", "ServerFailed", "WorkersLost",
             "NonFinite", "Interrupted", "MissingExtra", "PluginMissing", "NotReadable", "BadParameter",
-            "warn", "warning", "note", "say", "echo", "print", "line",
+            "warn", "warning", "note", "say", "echo", "print", "print_line", "line",
             "no_effect", "_refuse", "_fail", "refuse_given"}  # fmt: skip
 
 

@@ -1,40 +1,27 @@
 """``sample`` and ``export``: use a trained adapter."""
 
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
-from retrain.cli.arguments import AsJson, Base, argument, option, output_path, require_directory
-from retrain.cli.output import note, print_record, print_text
+from retrain.cli.arguments import AS_JSON, BASE, argument, option, output_path, require_directory
+from retrain.cli.output import note, print_record, print_report, print_text
 from retrain.errors import UsageError, plural
-from retrain.files import dumps
 from retrain.records.schema.base import Values
 from retrain.util.text import one_line
 
-AdapterDirectory = Annotated[Path, argument("DIR", "A run, checkpoint, final/ or other adapter directory.")]
-
-
-class Dtype(StrEnum):
-    stored = "stored"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+ADAPTER = argument("DIR", "A run, checkpoint, final/ or other adapter directory.")
 
 
 def sample(
-    directory: AdapterDirectory,
-    prompts: Annotated[list[str], option("--prompt TEXT", "What to ask; may be repeated; - reads standard input.")],
-    samples: Annotated[int, option("--samples N", "Answers to each prompt.", min=1)] = 1,
-    max_tokens: Annotated[
-        int | None, option("--max-tokens N", "Longest answer; without it that of evaluation.", min=1)
-    ] = None,
-    temperature: Annotated[
-        float | None, option("--temperature T", "0 is greedy; without it that of evaluation.", min=0.0)
-    ] = None,
-    seed: Annotated[int, option("--seed N", "Of the random numbers.", min=0)] = 0,
-    base: Base = None,
-    as_json: AsJson = False,
+    directory: Path = ADAPTER,
+    prompts: list[str] = option("--prompt TEXT", "What to ask; may be repeated; - reads standard input.", ...),
+    samples: int = option("--samples N", "Answers to each prompt.", 1, min=1),
+    max_tokens: int | None = option("--max-tokens N", "Longest answer; without it that of evaluation.", min=1),
+    temperature: float | None = option("--temperature T", "0 is greedy; without it that of evaluation.", min=0.0),
+    seed: int = option("--seed N", "Of the random numbers.", 0, min=0),
+    base: str | None = BASE,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Sample from an adapter and its base, side by side.
 
@@ -54,17 +41,15 @@ def sample(
     report = talk.answers(
         source, texts, samples=samples, max_tokens=max_tokens, temperature=temperature, seed=seed, notify=note
     )
-    if as_json:
-        print(dumps(report, indent=2))
-    elif sys.stdout.isatty():
-        print_answers(report)
-    else:
-        for number, prompt in enumerate(report["prompts"], start=1):
-            print_record("prompt", prompt=number, tokens=prompt["tokens"], text=prompt["rendered"])
-            for index, pair in enumerate(zip(prompt["base"], prompt["adapter"], strict=True), start=1):
-                for who, each in zip(("base", "adapter"), pair, strict=True):
-                    facts = {"tokens": each["tokens"], "stop": each["stop"]}
-                    print_record(who, prompt=number, answer=index, **facts, text=each["text"])
+    print_report(report, as_json, print_answers, print_answer_lines)
+
+
+def print_answer_lines(report: Values) -> None:
+    for number, prompt in enumerate(report["prompts"], start=1):
+        print_record("prompt", prompt=number, tokens=prompt["tokens"], text=prompt["rendered"])
+        for index, pair in enumerate(zip(prompt["base"], prompt["adapter"], strict=True), start=1):
+            for who, each in zip(("base", "adapter"), pair, strict=True):
+                print_record(who, prompt=number, answer=index, **{key: each[key] for key in ("tokens", "stop", "text")})
 
 
 def print_answers(report: Values) -> None:
@@ -81,17 +66,15 @@ def print_answers(report: Values) -> None:
 
 
 def export(
-    directory: AdapterDirectory,
-    out: Annotated[Path, option("--out OUT", "New directory to write to.", output_path)],
-    merge: Annotated[bool, option("--merge", "Write a full model with the adapter merged in.")] = False,
-    rank_pad: Annotated[
-        int | None, option("--rank-pad RANK", "Write the adapter filled up with zeros to this rank.", min=1)
-    ] = None,
-    dtype: Annotated[
-        Dtype, option("--dtype", "Number format of the merged model; stored is that of the base's files.")
-    ] = Dtype.stored,
-    base: Base = None,
-    as_json: AsJson = False,
+    directory: Path = ADAPTER,
+    out: Path = option("--out OUT", "New directory to write to.", ..., output_path),
+    merge: bool = option("--merge", "Write a full model with the adapter merged in.", False),
+    rank_pad: int | None = option("--rank-pad RANK", "Write the adapter filled up with zeros to this rank.", min=1),
+    dtype: Literal["stored", "float32", "bfloat16", "float16"] = option(
+        "--dtype", "Number format of the merged model; stored is that of the base's files.", "stored"
+    ),
+    base: str | None = BASE,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Export an adapter merged into a model or padded.
 
@@ -101,13 +84,13 @@ def export(
     require_directory(directory)
     if merge == (rank_pad is not None):
         raise UsageError("say what to write: --merge for a full model, or --rank-pad RANK for an adapter")
-    if rank_pad is not None and dtype is not Dtype.stored:
+    if rank_pad is not None and dtype != "stored":
         raise UsageError("--dtype is the merged model's: type --merge, or leave it out")
     from retrain.adapters import export, provenance
 
     source = provenance.provenance(directory, base)
     if rank_pad is None:
-        report = export.merge(source, out, dtype.value)
+        report = export.merge(source, out, dtype)
         checked = (
             f"logits differ from the adapter's by {report['difference']:.1e} of their spread (rounding to "
             f"{report['dtype']} explains {report['tolerance']:.1e}; the adapter changes them by {report['effect']:.1e})"
@@ -117,8 +100,6 @@ def export(
         report = export.pad_rank(source, out, rank_pad)
         before = " to ".join(map(str, dict.fromkeys((report["ranks_before"][0], report["ranks_before"][-1]))))
         lines = {"rank": f"{report['rank']}, was {before}", "lora_alpha": f"{report['lora_alpha']:g}"}
-    if as_json:
-        print(dumps(report, indent=2))
-        return
-    for name, text in {"adapter": report["adapter"], "base": report["base"], **lines, "written": report["out"]}.items():
-        print(f"{name:<12}{one_line(text)}")
+    facts = {"adapter": report["adapter"], "base": report["base"], **lines, "written": report["out"]}
+    text = "\n".join(f"{name:<12}{one_line(fact)}" for name, fact in facts.items())
+    print_report(report, as_json, lambda _: print(text))

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -15,15 +15,20 @@ from retrain.records.reader import RunReader
 
 
 def option(
-    name: str, help: str, parser: Callable[[str], Any] | None = None, min: float | None = None, max: float | None = None
+    name: str,
+    help: str,
+    default: object = None,
+    parser: Callable[[str], Any] | None = None,
+    min: float | None = None,
+    max: float | None = None,
 ) -> Any:
-    """Declare an option, such as "--out DIR" with a value or "--merge" without one."""
+    """Declare an option, such as "--out DIR" with a value or "--merge" without one, required if ``default`` is ..."""
     flag, _, metavar = name.partition(" ")
-    return typer.Option(flag, metavar=metavar or None, help=help, parser=parser, min=min, max=max)
+    return typer.Option(default, flag, metavar=metavar or None, help=help, parser=parser, min=min, max=max)
 
 
-def argument(metavar: str, help: str) -> Any:
-    return typer.Argument(metavar=metavar, help=help, show_default=False)
+def argument(metavar: str, help: str, default: object = ...) -> Any:
+    return typer.Argument(default, metavar=metavar, help=help, show_default=False)
 
 
 def output_path(text: str) -> Path:
@@ -34,40 +39,27 @@ def output_path(text: str) -> Path:
     return Path(text)
 
 
-ConfigFile = Annotated[Path, argument("FILE", "Campaign or run file (TOML).")]
-RunDirectory = Annotated[Path, argument("DIR", "Directory of a run or campaign, as train prints it.")]
-Sets = Annotated[
-    list[str] | None,
-    option("--set SECTION.KEY=VALUE", "Override one key of the file, checked as if it stood there; may be repeated."),
-]
-Out = Annotated[
-    Path | None,
-    option(
-        "--out DIR", "Directory to write to; without it logging.log_dir, or logs/ and the file's name.", output_path
-    ),
-]
-Plain = Annotated[bool, option("--plain", "Print plain lines, also on a terminal.")]
-Verbose = Annotated[bool, option("--verbose", "In plain output, print every step of every run instead of progress.")]
-RetryFailed = Annotated[bool, option("--retry-failed", "Continue failed runs too, from their last checkpoints.")]
-AcceptChanges = Annotated[
-    bool,
-    option(
-        "--accept-changes",
-        "Continue although settings, code, packages, model or data differ from what the directory recorded.",
-    ),
-]
-ExecutorName = Annotated[
-    str | None,
-    option(
-        "--executor NAME", "Where a campaign's cohorts train: inprocess, processes, ray or slurm (campaign.executor)."
-    ),
-]
-WorkerCount = Annotated[int | None, option("--workers N", "How many processes train (campaign.workers).", min=1)]
-Address = Annotated[
-    str | None, option("--address WHERE", "With --executor ray, which cluster: auto, local or host:port (ray.address).")
-]
-Base = Annotated[str | None, option("--base MODEL", "The base model, where it is not the one that the adapter names.")]
-AsJson = Annotated[bool, option("--json", "Print JSON instead of a table.")]
+FILE = argument("FILE", "Campaign or run file (TOML).")
+RUN_DIRECTORY = argument("DIR", "Directory of a run or campaign, as train prints it.")
+SETS = option("--set SECTION.KEY=VALUE", "Override one key of the file, checked as if it stood there; may be repeated.")
+OUT = option(
+    "--out DIR", "Directory to write to; without it logging.log_dir, or logs/ and the file's name.", parser=output_path
+)
+PLAIN = option("--plain", "Print plain lines, also on a terminal.", False)
+VERBOSE = option("--verbose", "In plain output, print every step of every run instead of progress.", False)
+RETRY_FAILED = option("--retry-failed", "Continue failed runs too, from their last checkpoints.", False)
+ACCEPT_CHANGES = option(
+    "--accept-changes",
+    "Continue although settings, code, packages, model or data differ from what the directory recorded.",
+    False,
+)
+EXECUTOR = option(
+    "--executor NAME", "Where a campaign's cohorts train: inprocess, processes, ray or slurm (campaign.executor)."
+)
+WORKERS = option("--workers N", "How many processes train (campaign.workers).", min=1)
+ADDRESS = option("--address WHERE", "With --executor ray, which cluster: auto, local or host:port (ray.address).")
+BASE = option("--base MODEL", "The base model, where it is not the one that the adapter names.")
+AS_JSON = option("--json", "Print JSON instead of a table.", False)
 
 
 def require_directory(directory: Path) -> None:

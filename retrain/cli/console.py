@@ -9,12 +9,14 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import IO, Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from functools import partial
+from typing import IO, Any, NamedTuple, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -31,12 +33,11 @@ STATE_STYLES = {
     "done": "green", "failed": "bold red", "interrupted": "yellow", "stopped": "yellow", "running": "cyan",
     "waiting": "dim",
 }  # fmt: skip
-RUN_COLUMNS = {"done": (7, 0), "ETA": (5, 0), "reward": (6, 56), "correct": (7, 0), "held-out": (9, 52),
-               "tok/s": (5, 76), "λ": (4, 76)}  # fmt: skip
-"""Columns of the live view's table of runs: least width, and the terminal width from which the column is shown."""
-STEP_COLUMNS = {"step": 0, "reward": 0, "correct": 0, "mixed": 70, "loss": 76, "length": 50, "entropy": 76,
-                "|grad|": 90, "s": 0}  # fmt: skip
-"""Columns of the live view's table of steps with the terminal width from which they are shown."""
+NUMBERS = {
+    "reward": ("mean_reward", 3), "correct": ("correct_rate", 3), "loss": ("loss", 5),
+    "length": ("completions/mean_length", 1), "truncated": ("max_token_hit_rate", 3), "entropy": ("entropy", 3),
+}  # fmt: skip
+"""Numbers of a plain line: metric key and digits by their name."""
 FRAME_LINES = 10
 """Lines of the live view that are not rows: two headings with their rules, the summary, and space for messages."""
 
@@ -134,16 +135,10 @@ class PlainConsole(Board):
             self._progress()
             return
         view = self.runs[spec.run_id]
-        pairs = {
-            "run": spec.run_id,
-            "step": row["step"],
-            "done": f"{view.steps_done}/{view.max_steps}",
-            "reward": number(row.get("mean_reward")),
-            "correct": number(row.get("correct_rate")),
-            "loss": "placeholder" if row.get("loss_is_placeholder") else number(row.get("loss"), 5),
-            "length": number(row.get("completions/mean_length"), 1),
-            "truncated": number(row.get("max_token_hit_rate")),
-            "entropy": number(row.get("entropy")),
+        pairs = {"run": spec.run_id, "step": row["step"], "done": f"{view.steps_done}/{view.max_steps}"}
+        pairs |= {name: number(row.get(key), digits) for name, (key, digits) in NUMBERS.items()}
+        pairs |= {"loss": "placeholder"} if row.get("loss_is_placeholder") else {}
+        pairs |= {
             "lambda": number(view.pooling, 2),
             "tokens_per_s": number(row.get("perf/completion_tokens_per_s"), 0),
             "seconds": number(row.get("step_time_s"), 2),
@@ -184,19 +179,11 @@ class PlainConsole(Board):
             values = [view.row[key] for view in running if view.row.get(key) is not None]
             return sum(values) / len(values) if values else None
 
+        waiting = sum(view.state == "waiting" for view in self.runs.values())
+        pairs = {"done": f"{done}/{total}", "running": len(running), "waiting": waiting}
+        pairs |= {name: number(mean(key), digits) for name, (key, digits) in NUMBERS.items() if name != "loss"}
         elapsed = now - (now if self._began is None else self._began)
-        pairs = {
-            "done": f"{done}/{total}",
-            "running": len(running),
-            "waiting": sum(view.state == "waiting" for view in self.runs.values()),
-            "reward": number(mean("mean_reward")),
-            "correct": number(mean("correct_rate")),
-            "length": number(mean("completions/mean_length"), 1),
-            "truncated": number(mean("max_token_hit_rate")),
-            "entropy": number(mean("entropy")),
-            "eta": duration(elapsed / self._steps * (total - done)),
-        }
-        self._event("progress", pairs)
+        self._event("progress", pairs | {"eta": duration(elapsed / self._steps * (total - done))})
 
     def _event(self, name: str, pairs: Mapping[str, object]) -> None:
         line = " ".join([name, *(f"{key}={value}" for key, value in pairs.items())])
@@ -259,10 +246,11 @@ def board_view(board: Board, width: int, height: int, now: float) -> RenderableT
             summary.append(f"{' · ' if summary else ''}{count} {state}", style=style)
     if hidden := sum(view.state != "waiting" for view in views) - len(rows):
         summary.append(f" · {hidden} not shown", style="dim")
-    parts: list[RenderableType] = [_runs_table(rows, width, now), summary]
-    if steps:
-        parts.append(_steps_table([(board.runs[run_id], row) for run_id, row in steps[-last:]], width))
-    return Group(*parts)
+    runs = _table("run", _run_columns(rows, width, now), [(view, view.row) for view in rows], width)
+    if not steps:
+        return Group(runs, summary)
+    latest = [(board.runs[run_id], row) for run_id, row in steps[-last:]]
+    return Group(runs, summary, _table("last steps", STEP_COLUMNS, latest, width, is_dim=True))
 
 
 def visible_runs(views: list[RunView], room: int) -> list[RunView]:
@@ -274,81 +262,73 @@ def visible_runs(views: list[RunView], room: int) -> list[RunView]:
     return [view for view in views if view.run_id in names]
 
 
-def _columns(views: list[RunView], width: int) -> dict[str, int]:
-    """Return the least width of every column of the table of runs, except name and progress bar."""
-    columns = {heading: least for heading, (least, room) in RUN_COLUMNS.items() if width >= room}
+class Column(NamedTuple):
+    """Column of the live view: heading, cell of a run and row, terminal width from which it is shown, least width."""
+
+    heading: str
+    cell: Callable[[RunView, Values], RenderableType]
+    room: int = 0
+    least: int = 0
+
+
+STEP_COLUMNS = (
+    Column("step", lambda view, row: str(row["step"])),
+    Column("reward", lambda view, row: number(row.get("mean_reward"))),
+    Column("correct", lambda view, row: percent(row.get("correct_rate"))),
+    Column("mixed", lambda view, row: percent(row.get("env/all/by_group/frac_mixed")), 70),
+    Column("loss", lambda _, row: "(none)" if row.get("loss_is_placeholder") else number(row.get("loss"), 4), 76),
+    Column("length", lambda view, row: number(row.get("completions/mean_length"), 0), 50),
+    Column("entropy", lambda view, row: number(row.get("entropy")), 76),
+    Column("|grad|", lambda view, row: number(row.get("optim/grad_norm")), 90),
+    Column("s", lambda view, row: number(row.get("step_time_s"), 1)),
+)
+
+
+def _run_columns(views: list[RunView], width: int, now: float) -> list[Column]:
+    def remaining(view: RunView, row: Values) -> RenderableType:
+        return duration(view.eta(now)) if view.state == "running" else Text(view.state, STATE_STYLES[view.state])
+
+    def bar(view: RunView, row: Values) -> RenderableType:
+        style = STATE_STYLES[view.state]
+        return ProgressBar(
+            view.max_steps or 1, view.steps_done, bar_width, style="bright_black", complete_style=style,
+            finished_style=style,
+        )  # fmt: skip
+
+    def accuracy(name: str) -> Column:
+        return Column(name, lambda view, row: change(*view.evaluations.get(name, NO_CHANGE)), least=9)
+
+    bar_width = min(24, width - 80)
+    columns = [
+        Column("", bar, 86, bar_width),
+        Column("done", lambda view, row: f"{view.steps_done}/{view.max_steps}", 0, 7),
+        Column("ETA", remaining, 0, 5),
+        Column("reward", lambda view, row: number(row.get("mean_reward")), 56, 6),
+        Column("correct", lambda view, row: percent(row.get("correct_rate")), 0, 7),
+        Column("held-out", lambda view, row: change(*view.held_out), 52, 9),
+        Column("tok/s", lambda view, row: short(row.get("perf/completion_tokens_per_s")), 76, 5),
+        Column("λ", lambda view, row: number(view.pooling, 2), 76, 4),
+    ]
     if any(view.worker for view in views):
-        columns["worker"] = 5
-    room = (width - max(room for _, room in RUN_COLUMNS.values())) // 10
-    return columns | dict.fromkeys(_further_sets(views)[: max(0, room)], 9)
+        columns.append(Column("worker", lambda view, _: visible(view.worker) if view.state == "running" else "", 0, 5))
+    other_sets = dict.fromkeys(name for view in views for name in [*view.evaluations][1:])
+    return columns + [accuracy(name) for name in [*other_sets][: max(0, (width - 76) // 10)]]
 
 
-def _further_sets(views: list[RunView]) -> list[str]:
-    return list(dict.fromkeys(name for view in views for name in [*view.evaluations][1:]))
-
-
-def _runs_table(views: list[RunView], width: int, now: float) -> Table:
-    """Return one row per run; the progress bar and the names share the remaining width."""
-    columns = _columns(views, width)
-    longest_state = max((len(view.state) for view in views if view.state != "running"), default=0)  # stands under ETA
-    taken = sum(max(least, longest_state if heading == "ETA" else 0) + 1 for heading, least in columns.items())
-    bar = min(24, width - 80) if width >= 86 else 0
-    name_width = max(8, width - taken - (bar + 1 if bar else 0))
-    table = _grid()
-    table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=name_width)
-    if bar:
-        table.add_column("", width=bar, no_wrap=True)
-    for heading, least in columns.items():
-        table.add_column(heading, justify="right", no_wrap=True, min_width=least)
-    further_sets = _further_sets(views)
-    for view in views:
-        style, values = STATE_STYLES[view.state], _run_values(view, now)
-        values |= {name: change(*view.evaluations.get(name, NO_CHANGE)) for name in further_sets}
-        full = round(min(1.0, view.steps_done / view.max_steps) * bar) if view.max_steps else 0
-        drawn = Text("━" * full, style=style) + Text("━" * (bar - full), style="bright_black")
-        cells = [Text(visible(view.run_id), style=style), *([drawn] if bar else [])]
-        table.add_row(*cells, *(values[heading] for heading in columns))
-    return table
-
-
-def _run_values(view: RunView, now: float) -> dict[str, RenderableType]:
-    row, is_running = view.row, view.state == "running"
-    return {
-        "done": f"{view.steps_done}/{view.max_steps}",
-        "ETA": duration(view.eta(now)) if is_running else Text(view.state, style=STATE_STYLES[view.state]),
-        "reward": number(row.get("mean_reward")),
-        "correct": percent(row.get("correct_rate")),
-        "held-out": change(*view.held_out),
-        "tok/s": short(row.get("perf/completion_tokens_per_s")),
-        "λ": number(view.pooling, 2),
-        "worker": visible(view.worker) if is_running else "",
-    }
-
-
-def _steps_table(rows: list[tuple[RunView, Values]], width: int) -> Table:
-    table = _grid(header_style="bold dim", style="dim")
-    table.add_column("last steps", no_wrap=True, overflow="ellipsis", min_width=12)
-    headings = [heading for heading, room in STEP_COLUMNS.items() if width >= room]
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+def _table(
+    name: str, columns: Sequence[Column], rows: Sequence[tuple[RunView, Values]], width: int, is_dim: bool = False
+) -> Table:
+    """Return one row for each run and metrics row; the names share the width that the ``columns`` leave."""
+    columns = [column for column in columns if width >= column.room]
+    header, style = ("bold dim", "dim") if is_dim else ("bold", "")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=header, style=style)
+    table.add_column(name, overflow="ellipsis", min_width=12 if is_dim else 8)
+    for column in columns:
+        table.add_column(column.heading, justify="right", no_wrap=True, min_width=column.least)
     for view, row in rows:
-        values = {
-            "step": str(row["step"]),
-            "reward": number(row.get("mean_reward")),
-            "correct": percent(row.get("correct_rate")),
-            "mixed": percent(row.get("env/all/by_group/frac_mixed")),
-            "loss": "(none)" if row.get("loss_is_placeholder") else number(row.get("loss"), 4),
-            "length": number(row.get("completions/mean_length"), 0),
-            "entropy": number(row.get("entropy")),
-            "|grad|": number(row.get("optim/grad_norm")),
-            "s": number(row.get("step_time_s"), 1),
-        }
-        table.add_row(Text(visible(view.run_id)), *(values[heading] for heading in headings))
+        run = Text(visible(view.run_id), "" if is_dim else STATE_STYLES[view.state], no_wrap=True)
+        table.add_row(run, *(column.cell(view, row) for column in columns))
     return table
-
-
-def _grid(header_style: str = "bold", style: str = "") -> Table:
-    return Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=header_style, style=style)
 
 
 def status_view(status: Values, width: int = 80) -> RenderableType:
@@ -376,40 +356,27 @@ class LastingStream:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        value = getattr(self._stream, name)
+        return partial(self._without_reader, value) if name in ("write", "flush") else value
 
-    def write(self, text: str) -> int:
-        with self._without_reader():
-            return self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with self._without_reader():
-            self._stream.flush()
-
-    @contextmanager
-    def _without_reader(self) -> Iterator[None]:
+    def _without_reader(self, method: Callable[..., object], *arguments: str) -> object:
         try:
-            yield
+            return method(*arguments)
         except OSError as error:
             if error.errno not in GONE:
                 raise
             # The descriptor itself, so that buffered output can be flushed when the process ends.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            with suppress(OSError, ValueError):
-                os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
     """Keep writes to standard output and error from failing when their reader disappears."""
-    before = sys.stdout, sys.stderr
-    lasting = LastingStream(sys.stdout), LastingStream(sys.stderr)
-    sys.stdout, sys.stderr = cast("IO[str]", lasting[0]), cast("IO[str]", lasting[1])
-    try:
-        yield
-    finally:
-        for stream in lasting:
-            stream.flush()
-        sys.stdout, sys.stderr = before
+    out, err = cast("IO[str]", LastingStream(sys.stdout)), cast("IO[str]", LastingStream(sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            yield
+        finally:
+            out.flush()
+            err.flush()

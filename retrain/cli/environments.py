@@ -1,15 +1,14 @@
 """``environments``: list providers, tools and tasks, and check whether they work."""
 
-import sys
-from collections.abc import Iterator
-from typing import Annotated, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from retrain.cli.arguments import AsJson, option
-from retrain.cli.output import print_record, print_table
+from retrain.cli.arguments import AS_JSON, option
+from retrain.cli.output import print_record, print_report, print_table
 from retrain.environments.providers import reasoning_gym
 from retrain.errors import RetrainError
 from retrain.extras import EXTRAS, install_line, is_installed
-from retrain.files import dumps
+from retrain.records.schema.base import Values
 from retrain.sandbox import sandbox
 
 READY = "ready"
@@ -31,30 +30,27 @@ class Capability(NamedTuple):
 
 
 def environments(
-    check: Annotated[bool, option("--check", "Also look at every data set of reasoning-gym: a minute or two.")] = False,
-    as_json: AsJson = False,
+    check: bool = option("--check", "Also look at every data set of reasoning-gym: a minute or two.", False),
+    as_json: bool = AS_JSON,
 ) -> None:
     """List environment providers and tools, and what to install.
 
     With --check, test every data set of reasoning-gym: its own answers must score 1 and nonsense must not.
     """
-    capabilities = [*providers_and_tools(), *(tasks() if check else [])]
-    if as_json:
-        print(dumps([capability._asdict() for capability in capabilities], indent=2))
-        return
-    if not sys.stdout.isatty():
-        for kind, name, state, about in capabilities:
-            print_record(kind, name=name, state=state, about=about)
-        return
+    capabilities = [each._asdict() for each in (*providers_and_tools(), *(tasks() if check else ()))]
+    print_report(capabilities, as_json, print_capabilities, lambda rows: [print_record(**row) for row in rows])
+
+
+def print_capabilities(capabilities: Sequence[Values]) -> None:
     for kind, title in TITLES.items():
-        rows = [capability for capability in capabilities if capability.kind == kind]
+        rows = [[*capability.values()][1:] for capability in capabilities if capability["kind"] == kind]
         if kind == "task" and rows:
-            refused = [capability for capability in rows if capability.state != READY]
+            refused = [row for row in rows if row[1] != READY]
             print(f"\n{len(rows) - len(refused)} of {len(rows)} data sets of reasoning-gym are sound")
             rows = refused
         if rows:
             print()
-            print_table((title, "state", ""), [capability[1:] for capability in rows])
+            print_table((title, "state", ""), rows)
 
 
 def providers_and_tools() -> Iterator[Capability]:

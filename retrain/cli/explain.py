@@ -1,40 +1,29 @@
 """``explain``: print what a file would train, what its comparison can detect, and its costs; torch is not imported."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import psutil
 
 from retrain.campaign.planning.plan import Plan, cut, seeds_before_interim
 from retrain.campaign.planning.references import data_problems
 from retrain.cli import formulas
-from retrain.cli.arguments import ConfigFile, ExecutorName, Out, Sets, WorkerCount, executor_sets, option, read
+from retrain.cli.arguments import EXECUTOR, FILE, OUT, SETS, WORKERS, executor_sets, option, read
 from retrain.cli.output import print_table
 from retrain.cli.pace import recorded_pace
 from retrain.cli.problems import Problems, problems_of
 from retrain.config import Config
 from retrain.config.campaign import condition_name
-from retrain.config.evaluation import part_evaluations, whole_evaluations
+from retrain.config.evaluation import HeldOut, part_evaluations, whole_evaluations
 from retrain.config.runs import RunSpec, differences
 from retrain.device import cpu_build, nvidia_gpus
 from retrain.errors import listed, plural
 from retrain.models.layers import Architecture, architecture_of
 from retrain.records.schema.layout import CAMPAIGN_FILES, ONLY_OF_CAMPAIGNS, RUN_FILES
-from retrain.training.estimate import (
-    Device,
-    Memory,
-    RunSize,
-    cohort_memory,
-    held_out_sets,
-    number_bytes,
-    run_memory,
-    run_size,
-    sampled_evaluations,
-    trained_parameters,
-    verified_ranks,
-)
+from retrain.training import estimate
+from retrain.training.estimate import Device, RunSize
 from retrain.util.text import approximate_duration, count, size
 from retrain.verdicts.design import verdict_lines, warnings_of
 
@@ -50,27 +39,21 @@ TEXTS = {
 
 
 def explain(
-    file: ConfigFile,
-    sets: Sets = None,
-    out: Out = None,
-    pilot: Annotated[
-        Path | None,
-        option(
-            "--pilot DIR",
-            "Take the pair spread from the runs in this directory; by default from an earlier campaign of the file.",
-        ),
-    ] = None,
-    detect: Annotated[
-        float | None,
-        option(
-            "--detect POINTS",
-            "Print the probability of finding a difference of this size, and the seeds needed; needs a pair spread.",
-            min=1e-9,
-        ),
-    ] = None,
-    executor: ExecutorName = None,
-    workers: WorkerCount = None,
-    files: Annotated[bool, option("--files", "List every file that training would write, instead.")] = False,
+    file: Path = FILE,
+    sets: list[str] | None = SETS,
+    out: Path | None = OUT,
+    pilot: Path | None = option(
+        "--pilot DIR",
+        "Take the pair spread from the runs in this directory; by default from an earlier campaign of the file.",
+    ),
+    detect: float | None = option(
+        "--detect POINTS",
+        "Print the probability of finding a difference of this size, and the seeds needed; needs a pair spread.",
+        min=1e-9,
+    ),
+    executor: str | None = EXECUTOR,
+    workers: int | None = WORKERS,
+    files: bool = option("--files", "List every file that training would write, instead.", False),
 ) -> None:
     """Show a file's conditions, detectable effects and costs; train nothing."""
     plan = Plan.of(read(file, [*(sets or ()), *executor_sets(executor, workers)]), out)
@@ -81,52 +64,54 @@ def explain(
 
 
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
-    loaded, specs = plan.source, plan.specs
-    assert loaded is not None
+    assert plan.source is not None
+    specs, config = plan.specs, plan.specs[0].config
     seeds = list(dict.fromkeys(spec.seed for spec in specs))
     conditions = conditions_of(specs)
     counts = [plural(len(each), word) for each, word in ((conditions, "condition"), (seeds, "seed"), (specs, "run"))]
-    print(f"{loaded.path}: {counts[0]} × {counts[1]} = {counts[2]}\n")
-    print_table(
-        CONDITION_COLUMNS, [condition_row(spec, conditions[0]) for spec in conditions], left_aligned=CONDITION_COLUMNS
-    )
+    print(f"{plan.source.path}: {counts[0]} × {counts[1]} = {counts[2]}\n")
+    rows = [condition_row(spec, conditions[0]) for spec in conditions]
+    print_table(CONDITION_COLUMNS, rows, left_aligned=CONDITION_COLUMNS)
     print()
     for name, text_of in TEXTS.items():
         print_by_text(name, text_of, conditions)
-    if conditions[0].config.environment.hosted:
-        print(f"environment   {formulas.environment_text(conditions[0].config)}")
-    problems = print_problems(plan)
-    print(f"seeds         {' '.join(map(str, seeds))}")
-    print_sets(specs[0].config, problems)
-    for i, line in enumerate(verdict_lines(plan.specs, pilot, detect, plan.directory)):
-        print(f"{'' if i else 'verdict':<14}{line}")
-    for line in warnings_of(plan.specs):
-        print(f"careful       {line}")
-    works = [run_size(spec.config, problems.prompt_tokens, problems.sizes) for spec in specs]
+    if config.environment.hosted:
+        print_line("environment", formulas.environment_text(config))
+    problems = problems_of([spec.config for spec in specs], plan.folder)
+    for name, text in problems.lines:
+        print_line(name, text)
+    for problem in () if problems.is_read else data_problems(plan, plan.source):
+        print(f"note: {problem}", file=sys.stderr)
+    print_line("seeds", " ".join(map(str, seeds)))
+    held_out = estimate.held_out_sets(config, problems.sizes) if config.evaluation.sets else ()
+    print_lines("held out", map(partial(held_out_text, config), held_out))
+    print_lines("verdict", verdict_lines(specs, pilot, detect, plan.directory))
+    for line in warnings_of(specs):
+        print_line("careful", line)
+    works = [estimate.run_size(spec.config, problems.prompt_tokens, problems.sizes) for spec in specs]
     print_work(specs, works, problems)
     print_costs(plan, works, problems.prompt_tokens)
-    print(f"writes        {plan.directory}/ (--files lists what)")
+    print_line("writes", f"{plan.directory}/ (--files lists what)")
 
 
-def conditions_of(specs: Sequence[RunSpec]) -> list[RunSpec]:
-    return [spec for spec in specs if spec.seed == specs[0].seed]
+def print_line(name: str, text: str) -> None:
+    print(f"{name:<14}{text}")
+
+
+def print_lines(name: str, texts: Iterable[str]) -> None:
+    for i, text in enumerate(texts):
+        print_line("" if i else name, text)
 
 
 def print_by_text(name: str, text_of: Callable[[Config], str], conditions: list[RunSpec]) -> None:
     """Print each non-empty text that ``text_of`` returns once, followed by the conditions that it applies to."""
     for text in filter(None, dict.fromkeys(text_of(spec.config) for spec in conditions)):
         having = [condition_name(spec.label) for spec in conditions if text_of(spec.config) == text]
-        print(f"{name:<14}{text}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
+        print_line(name, text + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
 
 
-def print_problems(plan: Plan) -> Problems:
-    assert plan.source is not None
-    problems = problems_of([spec.config for spec in plan.specs], plan.folder)
-    for name, text in problems.lines:
-        print(f"{name:<14}{text}")
-    for problem in () if problems.is_read else data_problems(plan, plan.source):
-        print(f"note: {problem}", file=sys.stderr)
-    return problems
+def conditions_of(specs: Sequence[RunSpec]) -> list[RunSpec]:
+    return [spec for spec in specs if spec.seed == specs[0].seed]
 
 
 def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
@@ -138,47 +123,46 @@ def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
     return (condition_name(spec.label), *credit, ", ".join(changed) or "-")
 
 
-def print_sets(config: Config, problems: Problems) -> None:
-    for i, held_out in enumerate(held_out_sets(config, problems.sizes) if config.evaluation.sets else ()):
-        source = held_out.data.eval_source or held_out.data.source
-        decides = "; the primary metric's" if held_out.name == getattr(config.decisive, "name", None) else ""
-        sampling = held_out.sampling
-        cuts = (("top_p", sampling.top_p, 1), ("top_k", sampling.top_k, 0), ("min_p", sampling.min_p, 0))
-        cut = "".join(f" {key} {value:g}," for key, value, off in cuts if value != off and sampling.temperature)
-        line = (
-            f"{held_out.name}: {held_out.problems} problems × {held_out.samples} of {source}, at temperature "
-            f"{sampling.temperature:g},{cut} at most {sampling.max_tokens} tokens{decides}"
-        )
-        print(f"{'' if i else 'held out':<14}{line}")
+def held_out_text(config: Config, held_out: HeldOut) -> str:
+    sampling, source = held_out.sampling, held_out.data.eval_source or held_out.data.source
+    cuts = (("top_p", sampling.top_p, 1), ("top_k", sampling.top_k, 0), ("min_p", sampling.min_p, 0))
+    cut = "".join(f" {key} {value:g}," for key, value, off in cuts if value != off and sampling.temperature)
+    decides = "; the primary metric's" if held_out.name == getattr(config.decisive, "name", None) else ""
+    return (
+        f"{held_out.name}: {held_out.problems} problems × {held_out.samples} of {source}, at temperature "
+        f"{sampling.temperature:g},{cut} at most {sampling.max_tokens} tokens{decides}"
+    )
 
 
 def print_work(specs: list[RunSpec], works: list[RunSize], problems: Problems) -> None:
-    def training_text(config: Config) -> str:
-        training, workload = config.training, run_size(config)
-        text = (
-            f"{training.max_steps} steps × {training.batch_size} prompts × {training.group_size} completions"
-            f" = {workload.completions:,} completions, at most {count(workload.completions * workload.tokens)} tokens;"
-            f" {plural(workload.updates, 'update')}"
-        )
-        again = training.dynamic_sampling
-        more = f"; up to {again} times as many more in place of prompts that teach nothing (dynamic_sampling)"
-        return text + (more if again else "")
-
     print_by_text("each run", training_text, conditions_of(specs))
-    print_by_text("evaluated", lambda config: evaluation_text(config, problems), conditions_of(specs))
+    print_by_text("evaluated", partial(evaluation_text, problems), conditions_of(specs))
     if len(specs) > 1:
         tokens = sum(work.draws * work.completions * work.tokens for work in works)
         line = f"at most {count(tokens)} sampled training tokens"
-        if evaluated := sampled_evaluations([spec.config for spec in specs], works):
+        if evaluated := estimate.sampled_evaluations([spec.config for spec in specs], works):
             once = " (the untrained model once for all runs that grade alike)" if works[0].at_start else ""
             line += f", and {evaluated:,} completions for evaluation{once}"
-        print(f"altogether    {line}")
-    print_squeeze_plan(specs[0].config, problems)
+        print_line("altogether", line)
+    if specs[0].config.squeeze.enabled:
+        print_line("squeeze", squeeze_text(specs[0].config, problems))
 
 
-def evaluation_text(config: Config, problems: Problems) -> str:
+def training_text(config: Config) -> str:
+    training, workload = config.training, estimate.run_size(config)
+    text = (
+        f"{training.max_steps} steps × {training.batch_size} prompts × {training.group_size} completions"
+        f" = {workload.completions:,} completions, at most {count(workload.completions * workload.tokens)} tokens;"
+        f" {plural(workload.updates, 'update')}"
+    )
+    if again := training.dynamic_sampling:
+        text += f"; up to {again} times as many more in place of prompts that teach nothing (dynamic_sampling)"
+    return text
+
+
+def evaluation_text(problems: Problems, config: Config) -> str:
     training, evaluation = config.training, config.evaluation
-    workload, sets = run_size(config, sizes=problems.sizes), held_out_sets(config, problems.sizes)
+    workload, sets = estimate.run_size(config, sizes=problems.sizes), estimate.held_out_sets(config, problems.sizes)
     if not sets:
         return "never ([evaluation] problems = 0)"
     schedule = (evaluation.schedule, training.max_steps, training.eval_every)
@@ -193,45 +177,39 @@ def evaluation_text(config: Config, problems: Problems) -> str:
     return f"{text} = {completions}, at most {count(workload.evaluation_tokens)} tokens"
 
 
-def print_squeeze_plan(config: Config, problems: Problems) -> None:
-    squeeze, held_out = config.squeeze, config.decisive
-    if not squeeze.enabled:
-        return
-    each = squeeze.runs == "one per condition" and config.is_campaign
-    adapters = len(config.campaign.conditions) if each else 1
-    after = "after the first run of each condition" if each else "after the first run"
+def squeeze_text(config: Config, problems: Problems) -> str:
+    held_out = config.decisive
+    by_condition = config.squeeze.runs == "one per condition" and config.is_campaign
+    after = "after the first run of each condition" if by_condition else "after the first run"
     text = f"{after}: which rank up to {config.model.lora_rank} keeps enough energy"
-    if held_out is not None and (evaluated := verified_ranks(config)):
+    if held_out is not None and (evaluated := estimate.verified_ranks(config)):
         asked = problems.sizes.get(held_out.name, held_out.problems)
-        answers = adapters * evaluated * asked * held_out.samples
+        answers = (len(config.campaign.conditions) if by_condition else 1) * evaluated * asked * held_out.samples
         text += f", and held-out accuracy at up to {evaluated} ranks ({answers:,} completions; [squeeze] verify)"
-    print(f"squeeze       {text}")
+    return text
 
 
 def print_costs(plan: Plan, works: list[RunSize], prompt_tokens: int | None) -> None:
     """Print model size, memory of the largest cohort, idle devices and, if earlier runs recorded one, the duration."""
-    specs = plan.specs
-    config = specs[0].config
+    specs, config = plan.specs, plan.specs[0].config
     device, gpus = device_of(config)
     workers = workers_of(config, gpus)
     groups = cut(specs, device.kind == "gpu", workers, first=seeds_before_interim(specs))
     architecture = architecture_of(config.model.model, config.model.revision)
     if architecture is None:
-        print(
-            f"model         {config.model.model}: its config.json is not on this machine: no memory estimate; "
-            "retrain try fetches the model"
-        )
+        missing = "its config.json is not on this machine: no memory estimate; retrain try fetches the model"
+        print_line("model", f"{config.model.model}: {missing}")
     else:
-        print_by_text("model", lambda each: model_text(each, architecture), conditions_of(specs))
-        print(f"memory        {memory_text(groups, architecture, device, prompt_tokens)}")
+        print_by_text("model", partial(model_text, architecture), conditions_of(specs))
+        print_line("memory", memory_text(groups, architecture, device, prompt_tokens))
     if config.is_campaign:
         sizes = list(map(len, groups))
         together = plural(sizes[0], "run") if len(set(sizes)) == 1 else f"{' + '.join(map(str, sizes))} runs"
-        cohorts = f"{len(groups)} cohorts" if len(groups) > 1 else "1 cohort"
-        print(f"cohorts       {cohorts} of {together} that step together, for {plural(workers, 'worker')}")
-    for text in idle_text(specs, groups, workers, gpus):
-        print(f"idle          {text}")
-    print(f"time          {time_text(plan, works, device, len(groups), workers if gpus else 1)}")
+        cohorts = f"{plural(len(groups), 'cohort')} of {together} that step together"
+        print_line("cohorts", f"{cohorts}, for {plural(workers, 'worker')}")
+    for text in idle_text(specs, len(groups), workers, gpus):
+        print_line("idle", text)
+    print_line("time", time_text(plan, works, device, len(groups), workers if gpus else 1))
 
 
 def device_of(config: Config) -> tuple[Device, int]:
@@ -256,39 +234,33 @@ def workers_of(config: Config, gpus: int) -> int:
     return max(1, gpus // config.gpus_per_worker * campaign.workers_per_gpu)
 
 
-def idle_text(specs: Sequence[RunSpec], groups: Sequence[Sequence[RunSpec]], workers: int, gpus: int) -> list[str]:
-    """Return a line for idle workers and one for idle GPUs, each with the setting that uses them."""
-    config = specs[0].config
-    campaign, share = config.campaign, config.campaign.workers_per_gpu
-    lines = []
-    if len(groups) < workers:
-        idle = f"{workers - len(groups)} of {plural(workers, 'worker')}"
-        if len(specs) > len(groups):
+def idle_text(specs: Sequence[RunSpec], cohorts: int, workers: int, gpus: int) -> Iterator[str]:
+    """Yield a line for idle workers and one for idle GPUs, each with the setting that uses them."""
+    config, share, runs = specs[0].config, specs[0].config.campaign.workers_per_gpu, plural(len(specs), "run")
+    is_sharded, in_process = config.backend.shard != "none", config.campaign.executor == "inprocess"
+    if cohorts < workers:
+        idle = f"{workers - cohorts} of {plural(workers, 'worker')}"
+        if len(specs) > cohorts:
             lanes = max(1, len(specs) // workers)
-            cohorts = plural(len(groups), "cohort")
-            lines.append(f"{idle}: {plural(len(specs), 'run')} are {cohorts}; set [campaign] lanes = {lanes}")
+            yield f"{idle}: {runs} are {plural(cohorts, 'cohort')}; set [campaign] lanes = {lanes}"
         else:
-            conditions = len(conditions_of(specs))
-            ways = [f"workers = {len(groups)}", f"{plural(-(-workers // conditions), 'seed')} with lanes = 1"]
-            if gpus // len(groups) > 1 and config.backend.shard == "none":
-                ways.append(f'shard = "dp" in [backend] with gpus_per_cohort = {gpus // len(groups)}')
-            lines.append(f"{idle}: there are no more than {plural(len(specs), 'run')}; set {', or '.join(ways)}")
-    if config.backend.shard != "none" and campaign.executor == "inprocess":
-        return lines  # one process uses all of them
+            seeds = plural(-(-workers // len(conditions_of(specs))), "seed")
+            ways = [f"workers = {cohorts}", f"{seeds} with lanes = 1"]
+            if gpus // cohorts > 1 and not is_sharded:
+                ways.append(f'shard = "dp" in [backend] with gpus_per_cohort = {gpus // cohorts}')
+            yield f"{idle}: there are no more than {runs}; set {', or '.join(ways)}"
     used = -(-workers // share) * config.gpus_per_worker
-    if gpus > used:
+    if gpus > used and not (is_sharded and in_process):  # one process uses all that it is sharded over
+        way = f"--workers {gpus // config.gpus_per_worker * share}"
         if not config.is_campaign:
             way = "--set backend.shard=dp --set backend.devices=all, to train the run on all"
-        elif campaign.executor == "inprocess":
+        elif in_process:
             way = "--executor processes, which trains a cohort on each"
-        else:
-            way = f"--workers {gpus // config.gpus_per_worker * share}"
-        lines.append(f"{gpus - used} of {gpus} GPUs: type {way}")
-    return lines
+        yield f"{gpus - used} of {gpus} GPUs: type {way}"
 
 
-def model_text(config: Config, architecture: Architecture) -> str:
-    adapter, critic = trained_parameters(config, architecture)
+def model_text(architecture: Architecture, config: Config) -> str:
+    adapter, critic = estimate.trained_parameters(config, architecture)
     trained = f"{count(adapter)} trained in the adapter (rank {config.model.lora_rank})"
     if critic:
         trained += f", {count(critic)} in the critic"
@@ -298,17 +270,17 @@ def model_text(config: Config, architecture: Architecture) -> str:
 def memory_text(
     groups: Sequence[Sequence[RunSpec]], architecture: Architecture, device: Device, prompt_tokens: int | None
 ) -> str:
-    lanes: dict[str, Memory] = {}  # by label: runs of a condition take the same
-    for group in groups:
-        for spec in group:
-            if spec.label not in lanes:
-                lanes[spec.label] = run_memory(spec.config, architecture, device, prompt_tokens, len(group))
-    memories = [(cohort_memory([lanes[spec.label] for spec in group]), len(group)) for group in groups]
+    lanes = {  # by label: runs of a condition take the same, those of the first cohort count
+        spec.label: estimate.run_memory(spec.config, architecture, device, prompt_tokens, len(group))
+        for group in reversed(groups)
+        for spec in group
+    }
+    memories = [(estimate.cohort_memory([lanes[spec.label] for spec in group]), len(group)) for group in groups]
     memory, runs = max(memories, key=lambda each: each[0].peak)
     least, most = memory.least, memory.peak
     amount = f"about {size(least)}" if least == most else f"{size(least)} to {size(most)}"
     kind = {"cpu": "CPU", "gpu": "GPU"}[device.kind]
-    numbers = {2: "bfloat16", 4: "float32", 8: "float64"}[number_bytes(groups[0][0].config, device)]
+    numbers = {2: "bfloat16", 4: "float32", 8: "float64"}[estimate.number_bytes(groups[0][0].config, device)]
     parts = {
         "Python and torch": memory.process,
         f"model in {numbers}": memory.base,
@@ -340,7 +312,7 @@ def time_text(plan: Plan, works: Sequence[RunSize], device: Device, cohorts: int
             f" machine under {where}"
         )
     completions = sum(work.completions for work in works)
-    completions += sampled_evaluations([spec.config for spec in plan.specs], works)
+    completions += estimate.sampled_evaluations([spec.config for spec in plan.specs], works)
     busy = pace.seconds / pace.completions * completions
     rounds = -(-cohorts // workers) / cohorts
     differing = f"; differs in {listed(pace.differing, 3)}" if pace.differing else ""
@@ -351,18 +323,19 @@ def time_text(plan: Plan, works: Sequence[RunSize], device: Device, cohorts: int
 
 
 def print_files(plan: Plan) -> None:
-    specs = plan.specs
-    print(f"\nwrites        {plan.directory}/")
-    if not specs[0].is_campaign:
-        both = (*CAMPAIGN_FILES, *RUN_FILES)
-        files = {file.name: file.content for file in both if file.name not in ONLY_OF_CAMPAIGNS}
-        print_table(FILE_COLUMNS, [(f"  {name}", text) for name, text in files.items()], left_aligned=FILE_COLUMNS)
-        return
+    config, runs = plan.specs[0].config, plan.specs
     rows = [(f"  {file.name}", file.content) for file in CAMPAIGN_FILES]
-    if specs[0].config.campaign.executor != "inprocess":
-        rows.append(("  workers/worker_<n>.log", "what worker processes printed"))
-    if specs[0].config.campaign.executor == "slurm":
-        rows.append(("  workers/slurm_<k>/", "what was asked of Slurm, what its jobs printed, and their commands"))
-    rows.append(("  runs/<run>/", f"one directory for each of the {len(specs)} runs, such as runs/{specs[0].run_id}/"))
-    rows += [(f"    {file.name}", file.content) for file in RUN_FILES]
+    if not runs[0].is_campaign:
+        both = {file.name: file.content for file in (*CAMPAIGN_FILES, *RUN_FILES)}
+        rows = [(f"  {name}", text) for name, text in both.items() if name not in ONLY_OF_CAMPAIGNS]
+    else:
+        if config.campaign.executor != "inprocess":
+            rows.append(("  workers/worker_<n>.log", "what worker processes printed"))
+        if config.campaign.executor == "slurm":
+            rows.append(("  workers/slurm_<k>/", "what was asked of Slurm, what its jobs printed, and their commands"))
+        rows.append(
+            ("  runs/<run>/", f"one directory for each of the {len(runs)} runs, such as runs/{runs[0].run_id}/")
+        )
+        rows += [(f"    {file.name}", file.content) for file in RUN_FILES]
+    print(f"\nwrites        {plan.directory}/")
     print_table(FILE_COLUMNS, rows, left_aligned=FILE_COLUMNS)

@@ -1,4 +1,4 @@
-"""Follow runs that another process writes, from new content of their files only.
+"""Follow runs that another process writes, from the new rows of their files.
 
 An observer (a console, or ``JsonLines``) is called as if the runs trained in this process. Files may be truncated by a
 resume, vanish, or end in an incomplete line at any time.
@@ -6,20 +6,19 @@ resume, vanish, or end in an incomplete line at any time.
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
 from retrain.cli.run_status import recommended_rank
 from retrain.config.evaluation import HELDOUT
 from retrain.errors import UsageError
-from retrain.files import Stamp, dumps, stamp_of
+from retrain.files import dumps
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.reader import homes_of_runs, read_manifest, run_entries
 from retrain.records.schema import events
-from retrain.records.schema.base import Row, Values
+from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import ENDED, RunEntry
-from retrain.records.schema.layout import EVALS, MANIFEST, METRICS
+from retrain.records.schema.layout import EVALS, METRICS
 from retrain.util.jsonl import Tail
 
 
@@ -33,6 +32,11 @@ class _Run:
         self.state = "pending"
         self.last_step = -1
         self.next_evaluation: dict[str, int] = {}
+
+    def begins(self, state: str, replaced: bool) -> bool:
+        """Return whether it has started since the last report, or restarted after its files were truncated."""
+        is_new = self.state == "pending" or replaced or (state == "running" and self.state != state)
+        return is_new and state != "pending"
 
 
 class Follower:
@@ -55,7 +59,9 @@ class Follower:
 
     def _poll_one(self, home: Path, prefix: str) -> dict[Path, str]:
         """Report new events of one campaign or run; return the state of each run. ``prefix`` goes before run ids."""
-        manifest = self._manifest(home)
+        manifest = None
+        with suppress(UsageError):  # missing or damaged
+            manifest = read_manifest(home)
         entries = {home / entry.path: entry for entry in run_entries(home, manifest)}
         unseen = [path for path in entries if path not in self._runs]
         for path in unseen:
@@ -70,13 +76,6 @@ class Follower:
             self.observer.message(f"{home}: recommended rank {rank}")
         return {path: entry.state for path, entry in entries.items()}
 
-    def _manifest(self, home: Path) -> Row | None:
-        """Return the manifest; None if it is missing or damaged."""
-        stamp = stamp_of(home / MANIFEST)
-        with suppress(UsageError):
-            return None if stamp is None else _read_manifest(home, stamp)
-        return None
-
     def _report(self, run: _Run, entry: RunEntry) -> None:
         replaced, rows = run.metrics.rows()
         _, evaluations = run.evals.rows()
@@ -84,7 +83,7 @@ class Follower:
             run.last_step = -1
         if run.last_step < 0:
             rows = rows[-1:]  # earlier events are not reported
-        if _has_started(run, entry.state, replaced):
+        if run.begins(entry.state, replaced):
             if entry.worker:
                 self.observer.placed(run, entry.worker)
             self.observer.run_started(run, int(rows[0]["step"]) if rows else entry.step or 0, entry.max_steps or 0)
@@ -100,19 +99,6 @@ class Follower:
         if entry.state not in (run.state, "pending"):
             run.state = entry.state
             self.observer.run_finished(run, entry.state, entry.reason or "")
-
-
-@lru_cache
-def _read_manifest(home: Path, stamp: Stamp) -> Row:
-    """Return the manifest; cached until the file's ``stamp`` changes."""
-    return read_manifest(home)
-
-
-def _has_started(run: _Run, state: str, replaced: bool) -> bool:
-    """Return whether the run has started since the last call, or restarted after its files were truncated."""
-    if state == "pending":
-        return False
-    return run.state == "pending" or replaced or (state == "running" and run.state != state)
 
 
 class JsonLines(NullObserver):

@@ -1,9 +1,10 @@
 """Describe a configuration's computation for ``explain``; formulas of modes are in ``config.modes``."""
 
 import math
+from collections.abc import Iterable, Mapping
 
 from retrain.config import Config
-from retrain.config.algorithm import AlgorithmSection, Sepa
+from retrain.config.algorithm import Sepa
 from retrain.config.modes import ADVANTAGES, LOSSES, TOKEN_CREDIT, UNCERTAINTIES, used_by
 from retrain.config.tasks import JUDGED, RewardComponent, RewardSection
 from retrain.config.training import Training
@@ -20,6 +21,20 @@ DIVISORS = {
     "sequences": "each completion's length and their number",
     "constant": "max_tokens and the number of completions",
 }
+
+REJECTED = {
+    "geometric": "completions left out whose mean ratio to the sampler is outside {low:g} to {high:g}",
+    "k3": "completions left out whose k3 to the sampler is above {high:g}",
+    "veto": "completions left out with a token whose ratio to the sampler is below {low:g}",
+}
+TERMS = {
+    "dual_clip": "a negative advantage counts {algorithm.dual_clip:g} times at most",
+    "loss_kl_coef": "plus {algorithm.loss_kl_coef:g} × KL to the base",
+    "reward_kl_coef": "{algorithm.reward_kl_coef:g} × KL to the base ({algorithm.kl_in_reward}) taken from the reward "
+    "of every token",
+    "entropy_coef": "minus {algorithm.entropy_coef:g} × entropy",
+}
+"""Terms of the loss, by the property of [algorithm] that switches them on."""
 
 
 def advantage_text(config: Config) -> str:
@@ -62,32 +77,20 @@ def distillation_text(config: Config) -> str:
     distillation = config.distillation
     if not distillation.active:
         return ""
-    bound = "" if distillation.clamp is None else f", the difference cut off at ±{distillation.clamp:g},"
+    weight, alpha, most = distillation.weight, distillation.alpha, distillation.top_tokens
+    reward = f"{distillation.reward_weight:g} × A" if distillation.reward_weight else ""
     where = "" if distillation.url is None else f" at {distillation.url}"
     shown = {"none": "", "answer": " that is shown the reference answer", "sibling": " that is shown a right sibling"}
     teacher = f"teacher {distillation.teacher}{where}{shown[distillation.context]}"
-    formula = f"{distillation.weight:g} × (ln π_teacher − ln π){bound} of every token, {teacher}"
     if distillation.full_vocabulary:
-        kind = {0.0: "KL(π_teacher ‖ π)", 1.0: "KL(π ‖ π_teacher)"}.get(
-            distillation.alpha, f"D_α(π_teacher, π) with α = {distillation.alpha:g}"
-        )
-        tokens = (
-            f"the {distillation.top_tokens} likeliest tokens and the rest as one"
-            if distillation.top_tokens
-            else "the vocabulary"
-        )
-        reward = (
-            f"{distillation.reward_weight:g} × A"
-            if distillation.reward_weight
-            else "no advantage; the reward is only recorded"
-        )
-        return f"{distillation.weight:g} × {kind} over {tokens} at every token in the loss, {teacher}, beside {reward}"
-    reward = (
-        f"plus {distillation.reward_weight:g} × A"
-        if distillation.reward_weight
-        else "in place of A; the reward is only recorded"
-    )
-    return f"{formula}, {reward}"
+        ends = {0.0: "KL(π_teacher ‖ π)", 1.0: "KL(π ‖ π_teacher)"}
+        kind = ends.get(alpha, f"D_α(π_teacher, π) with α = {alpha:g}")
+        tokens = f"the {most} likeliest tokens and the rest as one" if most else "the vocabulary"
+        beside = reward or "no advantage; the reward is only recorded"
+        return f"{weight:g} × {kind} over {tokens} at every token in the loss, {teacher}, beside {beside}"
+    bound = "" if distillation.clamp is None else f", the difference cut off at ±{distillation.clamp:g},"
+    formula = f"{weight:g} × (ln π_teacher − ln π){bound} of every token, {teacher}"
+    return f"{formula}, {f'plus {reward}' if reward else 'in place of A; the reward is only recorded'}"
 
 
 def credit_text(config: Config) -> str:
@@ -134,21 +137,15 @@ def loss_text(config: Config) -> str:
     elif weight:
         terms = [f"policy gradient{'' if built_in else f' of your own {algorithm.loss}'} {weight}"]
     terms.append(f"divided by {DIVISORS[algorithm.loss_normalizer]}")
-    terms += _rejection_text(algorithm)
-    if algorithm.dual_clip is not None:
-        terms.append(f"a negative advantage counts {algorithm.dual_clip:g} times at most")
-    if algorithm.loss_kl_coef > 0:
-        terms.append(f"plus {algorithm.loss_kl_coef:g} × KL to the base")
-    if algorithm.reward_kl_coef > 0:
-        estimate = algorithm.kl_in_reward
-        terms.append(f"{algorithm.reward_kl_coef:g} × KL to the base ({estimate}) taken from the reward of every token")
-    if algorithm.entropy_coef > 0:
-        terms.append(f"minus {algorithm.entropy_coef:g} × entropy")
+    low, high = algorithm.rejection_bounds
+    terms += [text.format(low=low, high=high) for name, text in REJECTED.items() if algorithm.rejection == name]
+    if algorithm.rejection_denominator == "kept":
+        terms.append("what is left out does not count in the divisor")
+    terms += [text.format_map({"algorithm": algorithm}) for key, text in TERMS.items() if getattr(algorithm, key)]
     parts = [", ".join(terms), *([_update_text(config.training)] if several else [])]
     if again := config.training.dynamic_sampling:
-        parts.append(
-            f"prompts whose answers all have the same reward are drawn again, {plural(again, 'round')} at most"
-        )
+        rounds = plural(again, "round")
+        parts.append(f"prompts whose answers all have the same reward are drawn again, {rounds} at most")
     if behind := config.training.max_off_policy_steps:
         parts.append(f"rollouts are drawn by the weights of {plural(behind, 'step')} before")
     return "; ".join(parts)
@@ -176,19 +173,6 @@ def _mismatch_text(config: Config) -> str:
     return f"weighted by {ratio}{f' up to {high:g}' if math.isfinite(high) else ''}"
 
 
-def _rejection_text(algorithm: AlgorithmSection) -> list[str]:
-    low, high = algorithm.rejection_bounds
-    descriptions = {
-        "geometric": f"completions left out whose mean ratio to the sampler is outside {low:g} to {high:g}",
-        "k3": f"completions left out whose k3 to the sampler is above {high:g}",
-        "veto": f"completions left out with a token whose ratio to the sampler is below {low:g}",
-    }
-    parts = [descriptions[algorithm.rejection]] if algorithm.rejection != "none" else []
-    if algorithm.rejection_denominator == "kept":
-        parts.append("what is left out does not count in the divisor")
-    return parts
-
-
 def _update_text(training: Training) -> str:
     made = training.num_iterations
     text = f"{made} {'pass' if made == 1 else 'passes'}"
@@ -202,12 +186,13 @@ def _update_text(training: Training) -> str:
 
 
 def environment_text(config: Config) -> str:
+    def names(entries: Iterable[str | Mapping[str, object]], key: str) -> str:
+        return ", ".join(entry if isinstance(entry, str) else str(entry.get(key, "?")) for entry in entries)
+
     section = config.environment
-    names = [each if isinstance(each, str) else str(each.get("tool", "?")) for each in section.tools]
-    text = f"tools {', '.join(names)}" if names else section.provider or ""
+    text = f"tools {names(section.tools, 'tool')}" if section.tools else section.provider or ""
     if section.id is not None:
-        ids = section.id if isinstance(section.id, list) else [section.id]
-        text += " " + ", ".join(each if isinstance(each, str) else str(each.get("name", "?")) for each in ids)
+        text += " " + names(section.id if isinstance(section.id, list) else [section.id], "name")
     tokens = f", {section.max_episode_tokens} tokens of an episode" if section.max_episode_tokens else ""
     turns = f"at most {plural(section.turns, 'turn')} of {config.training.max_tokens} sampled tokens{tokens}"
     return f"{text}; {turns}; in {section.workers} {'process' if section.workers == 1 else 'processes'} of its own"
@@ -218,13 +203,13 @@ def reward_text(config: Config) -> str:
     if config.environment.provider is not None:
         return f"that of {config.environment.provider}"
     if reward.type == "weighted":
-        named = [(part, part.shown_name) for part in reward.components]
-        sums = [
-            f"{part.weight:g} × "
-            + (f"({name} {'+' if part.offset > 0 else '−'} {abs(part.offset):g})" if part.offset else name)
-            for part, name in named
-        ]
-        text = " + ".join(sums) + "; " + "; ".join(f"{name}: {_grader_text(part)}" for part, name in named)
+        sums, texts = [], []
+        for part in reward.components:
+            name = part.shown_name
+            moved = f"({name} {'+' if part.offset > 0 else '−'} {abs(part.offset):g})" if part.offset else name
+            sums.append(f"{part.weight:g} × {moved}")
+            texts.append(f"{name}: {_grader_text(part)}")
+        text = f"{' + '.join(sums)}; {'; '.join(texts)}"
     else:
         text = f"{reward.name or reward.type}: {_grader_text(reward)}"
     kinds = {reward.type, *(part.type for part in reward.components)}
@@ -233,22 +218,17 @@ def reward_text(config: Config) -> str:
     return text
 
 
-def _criteria_text(grader: RewardSection | RewardComponent) -> str:
-    parts = [f"{each.name} ({each.weight_number:g})" for each in grader.criteria]
-    if grader.rubric_column is not None:
-        parts.append(f"those of the problem's {grader.rubric_column}")
-    return ", ".join(parts)
-
-
 def _grader_text(grader: RewardSection | RewardComponent) -> str:
+    judge = f"the model {grader.judge_model} at {grader.judge_url or 'its own address'}"
     if grader.type == "judge":
-        return f"0 to 1, as the model {grader.judge_model} at {grader.judge_url or 'its own address'} says"
+        return f"0 to 1, as {judge} says"
     if grader.type == "rubric":
-        who = f"the model {grader.judge_model} at {grader.judge_url or 'its own address'}"
+        criteria = [f"{each.name} ({each.weight_number:g})" for each in grader.criteria]
+        if grader.rubric_column is not None:
+            criteria.append(f"those of the problem's {grader.rubric_column}")
         if grader.rubric == "implicit":
-            return f"0 to 1, as {who} says by {_criteria_text(grader)}"
-        sums = "Σ weight · met / Σ |weight|"
-        return f"{sums} over {_criteria_text(grader)}, each of which {who} finds met or not"
+            return f"0 to 1, as {judge} says by {', '.join(criteria)}"
+        return f"Σ weight · met / Σ |weight| over {', '.join(criteria)}, each of which {judge} finds met or not"
     if grader.type == "custom":
         functions = grader.custom_function if isinstance(grader.custom_function, list) else [grader.custom_function]
         return f"your own {' + '.join(functions)} of {grader.custom_module}"

@@ -1,31 +1,28 @@
 """``check``, ``report`` and ``compare``: commands that read and print, and never import torch."""
 
-import sys
 from pathlib import Path
-from typing import Annotated
 
 from retrain.campaign.planning import references
 from retrain.campaign.planning.plan import Plan
 from retrain.cli.arguments import (
-    AsJson,
-    ConfigFile,
-    RunDirectory,
-    Sets,
+    AS_JSON,
+    FILE,
+    RUN_DIRECTORY,
+    SETS,
     argument,
     option,
     output_path,
     read,
     require_directory,
 )
-from retrain.cli.output import print_comparison
+from retrain.cli.output import print_comparison, print_report
 from retrain.errors import plural
-from retrain.files import dumps
 from retrain.verdicts.design import verdict_lines
 from retrain.verdicts.pooling import compare_directories
 from retrain.verdicts.report import write_report
 
 
-def check(file: ConfigFile, sets: Sets = None) -> None:
+def check(file: Path = FILE, sets: list[str] | None = SETS) -> None:
     """Check a file and print every mistake with its fix.
 
     Exit status 2 if there is any.
@@ -37,10 +34,8 @@ def check(file: ConfigFile, sets: Sets = None) -> None:
 
 
 def report(
-    directory: RunDirectory,
-    out: Annotated[
-        Path | None, option("--out FILE", "Where to write it; without it report.html in DIR.", output_path)
-    ] = None,
+    directory: Path = RUN_DIRECTORY,
+    out: Path | None = option("--out FILE", "Where to write it; without it report.html in DIR.", parser=output_path),
 ) -> None:
     """Write the HTML report of a campaign or run.
 
@@ -51,19 +46,16 @@ def report(
 
 
 def compare(
-    directories: Annotated[list[Path], argument("DIR", "Directories of campaigns or runs.")],
-    metric: Annotated[
-        str | None,
-        option(
-            "--metric METRIC",
-            "final, last3 or auc, a metric's key, or auc:KEY; short for held-out ones, as in pass@4. Without it "
-            "what the campaign declared.",
-        ),
-    ] = None,
-    baseline: Annotated[
-        str | None, option("--baseline LABEL", "Condition that the others are compared with; without it the first.")
-    ] = None,
-    as_json: AsJson = False,
+    directories: list[Path] = argument("DIR", "Directories of campaigns or runs."),
+    metric: str | None = option(
+        "--metric METRIC",
+        "final, last3 or auc, a metric's key, or auc:KEY; short for held-out ones, as in pass@4. Without it "
+        "what the campaign declared.",
+    ),
+    baseline: str | None = option(
+        "--baseline LABEL", "Condition that the others are compared with; without it the first."
+    ),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Compare conditions over seeds: paired differences, confidence intervals, verdicts.
 
@@ -72,7 +64,4 @@ def compare(
     for directory in directories:
         require_directory(directory)
     report = compare_directories(directories, metric=metric, baseline=baseline)
-    if as_json:
-        print(dumps(report, indent=2))
-    else:
-        print_comparison(report, plain=not sys.stdout.isatty(), secondary=True)
+    print_report(report, as_json, lambda report: print_comparison(report, secondary=True))

@@ -43,21 +43,20 @@ def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace |
     settings, paces = config.to_dict(), list[Pace]()
     for home in homes.values():
         with suppress(RetrainError, OSError, ValueError, KeyError, TypeError):  # damaged records
-            paces += _pace_of(home, settings, device)
+            if (home / MANIFEST).is_file():
+                paces += _pace_of(home, settings, device)
     return min(paces, key=lambda pace: (len(pace.differing), -pace.directory.stat().st_mtime), default=None)
 
 
 def _pace_of(home: Path, config: Values, device: str) -> Iterator[Pace]:
     """Yield the pace of one directory, or nothing if no run of it matches. Raises an error if its records are
     damaged."""
-    if not (home / MANIFEST).is_file() or not _is_this_machine(RunReader(home).environment()):
+    if not _is_this_machine(RunReader(home).environment()):
         return
     manifest = read_manifest(home)
-    runs: dict[str, tuple[float, int, tuple[str, ...]]] = {}
-    for entry in run_entries(home, manifest):
-        run = _run_pace(RunReader(home / entry.path), config, device) if entry.state == "done" else None
-        if run is not None:
-            runs[entry.run_id] = run
+    done = [entry for entry in run_entries(home, manifest) if entry.state == "done"]
+    paces = ((entry.run_id, _run_pace(RunReader(home / entry.path), config, device)) for entry in done)
+    runs = {run_id: pace for run_id, pace in paces if pace is not None}
     # Runs of a cohort step together: each has recorded the time of all of them.
     cohorts = manifest.get("cohorts") or [[run_id] for run_id in runs]
     seconds = sum(max((runs[run_id][0] for run_id in cohort if run_id in runs), default=0.0) for cohort in cohorts)
@@ -77,11 +76,8 @@ def _run_pace(reader: RunReader, config: Values, device: str) -> tuple[float, in
     completions = len(rows) * facts["training"]["batch_size"] * facts["training"]["group_size"]
     completions += sum(row[f"eval/{row['name']}/problems"] * row["samples"] for row in reader.evaluations())
     recorded = {section: facts[section] for section in config if section in facts}
-    return (
-        sum(row["step_time_s"] for row in rows),
-        completions,
-        tuple(differences(recorded, config, _may_change_the_pace)),
-    )
+    differing = tuple(differences(recorded, config, _may_change_the_pace))
+    return sum(row["step_time_s"] for row in rows), completions, differing
 
 
 def _may_change_the_pace(key: str) -> bool:

@@ -2,15 +2,13 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
-from retrain.cli.arguments import AsJson, ConfigFile, Sets, option, read
-from retrain.cli.output import note, print_table
+from retrain.cli.arguments import AS_JSON, FILE, SETS, option, read
+from retrain.cli.output import note, print_report, print_table
 from retrain.config.campaign import condition_name
 from retrain.errors import UsageError
-from retrain.files import dumps
 from retrain.records.schema.base import Values
 from retrain.util.text import approximate_duration, interval, minus, number, one_line, short
 
@@ -18,13 +16,13 @@ BATCHES, SEEDS = 16, 4  # Defaults of --batches and --seeds
 
 
 def probe(
-    file: ConfigFile,
-    batches: Annotated[int | None, option("--batches N", "Batches of training rollouts to sample (16).", min=1)] = None,
-    fork: Annotated[int | None, option("--fork STEPS", "Continue all conditions for this many steps.", min=1)] = None,
-    at: Annotated[Path | None, option("--at CHECKPOINT", "With --fork: where all conditions begin.")] = None,
-    seeds: Annotated[int | None, option("--seeds N", "With --fork: fresh seeds of each condition (4).", min=2)] = None,
-    sets: Sets = None,
-    as_json: AsJson = False,
+    file: Path = FILE,
+    batches: int | None = option("--batches N", "Batches of training rollouts to sample (16).", min=1),
+    fork: int | None = option("--fork STEPS", "Continue all conditions for this many steps.", min=1),
+    at: Path | None = option("--at CHECKPOINT", "With --fork: where all conditions begin."),
+    seeds: int | None = option("--seeds N", "With --fork: fresh seeds of each condition (4).", min=2),
+    sets: list[str] | None = SETS,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Compare the updates of all conditions on the same rollouts.
 
@@ -48,10 +46,7 @@ def probe(
         planned = forks.plan_fork(plan, at, fork, seeds or SEEDS)
         check(plan, places=False)
         report, show = forks.run_fork(planned, _progress), _print_forks
-    if as_json:
-        print(dumps({"file": str(file), **report}, indent=2))
-    else:
-        show(report)
+    print_report({"file": str(file), **report}, as_json, show)
 
 
 def _progress(text: str) -> None:

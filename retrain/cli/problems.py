@@ -65,36 +65,13 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
     try:
         data = data_of(config, folder)
     except Exception as error:  # RetrainError, or any exception of a user's data function
-        reason = str(error).partition(". Without a hub")[0] if isinstance(error, RetrainError) else described(error)
-        hint = "; explain asks no hub, retrain try does" if "OfflineMode" in reason else ""
-        return Problems(
-            [("data", f"{source}: not read: {one_line(reason + hint)}"), ("prompts", assumed)], {}, [], False
-        )
-    data, limits, unmeasured, lengths, example = _limits_and_prompts(configs, folder, data)
-    heldout = f"{len(data.heldout):,} held out" if data.heldout else "none held out"
-    lines = [("data", f"{source}: {plural(len(data.train), 'problem')} to train on, {heldout}")]
-    lines += [("", one_line(note)) for note in data.notes]
-    total = len(data.train) + len(data.heldout)
-    lines.append(("prompts", f"{assumed}: {one_line(unmeasured)}" if unmeasured else _measured(lengths, total, model)))
-    lines += [("", one_line(limit)) for limit in limits]
-    if not unmeasured:
-        answer = data.train[0].answer
-        lines.append(("example", _quoted(example) + (f"  answer {_quoted(answer)}" if answer else "")))
-    return Problems(lines, {name: len(problems) for name, problems in data.sets.items()}, lengths)
-
-
-def _limits_and_prompts(
-    configs: Sequence[Config], folder: Path, data: Dataset
-) -> tuple[Dataset, list[str], str, list[int], str]:
-    """Return the problems that fit, the limits of prompts as texts, why prompts cannot be measured ("" if they can),
-    their lengths in tokens, and the first prompt as text."""
-    config, limits, refused = configs[0], [], ""
+        return Problems([("data", f"{source}: not read: {_reason(error)}"), ("prompts", assumed)], {}, [], False)
     longest, context = longest_completions(configs), context_length(config)
+    limits, refused, unmeasured, lengths, example = [], "", "", [], ""
     try:
         limits = _limits(config, *rooms(config, longest, context))
     except RetrainError as error:
         refused = str(error)
-    unmeasured, lengths, example = "", [], ""
     try:
         tokenizer = tokenizer_of(config)
         try:
@@ -104,9 +81,23 @@ def _limits_and_prompts(
         lengths, example = _measure(tokenizer, config, data, _tools(config, folder, data))
     except (RetrainError, EpisodeFailed) as error:
         unmeasured = str(error)
-    if refused and refused != unmeasured:
+    if refused not in ("", unmeasured):
         limits.append(f"training would end at once: {refused}")
-    return data, limits, unmeasured, lengths, example
+    heldout = f"{len(data.heldout):,} held out" if data.heldout else "none held out"
+    lines = [("data", f"{source}: {plural(len(data.train), 'problem')} to train on, {heldout}")]
+    lines += [("", one_line(note)) for note in data.notes]
+    total = len(data.train) + len(data.heldout)
+    lines.append(("prompts", f"{assumed}: {one_line(unmeasured)}" if unmeasured else _measured(lengths, total, model)))
+    lines += [("", one_line(limit)) for limit in limits]
+    if not unmeasured:
+        answer = data.train[0].answer and f"  answer {_quoted(data.train[0].answer)}"
+        lines.append(("example", f"{_quoted(example)}{answer}"))
+    return Problems(lines, {name: len(problems) for name, problems in data.sets.items()}, lengths)
+
+
+def _reason(error: Exception) -> str:
+    reason = str(error).partition(". Without a hub")[0] if isinstance(error, RetrainError) else described(error)
+    return one_line(reason + ("; explain asks no hub, retrain try does" if "OfflineMode" in reason else ""))
 
 
 def _measured(lengths: list[int], total: int, model: str) -> str:

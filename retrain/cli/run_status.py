@@ -95,12 +95,7 @@ def _run_status(directory: Path, entry: RunEntry) -> Row:
     for evaluation in reader.evaluations():
         view.add_evaluation(str(evaluation.get("name", HELDOUT)), evaluation)
     return {
-        "run_id": entry.run_id,
-        "label": entry.label,
-        "seed": entry.seed,
-        "state": entry.state,
-        "reason": entry.reason,
-        "path": entry.path,
+        **{name: getattr(entry, name) for name in ("run_id", "label", "seed", "state", "reason", "path")},
         "step": row["step"] + 1 if row else entry.step or 0,
         "max_steps": entry.max_steps or 0,
         "row": row,

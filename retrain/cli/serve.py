@@ -1,7 +1,6 @@
 """``serve``: serve a model and adapters over OpenAI's protocol."""
 
 import os
-from typing import Annotated
 
 from retrain.cli.arguments import argument, option
 from retrain.cli.output import note
@@ -11,23 +10,17 @@ from retrain.util.addresses import is_local
 
 
 def serve(
-    target: Annotated[
-        str, argument("WHAT", "A run, campaign or adapter directory; a model's name or directory; a run's file (TOML).")
-    ],
-    port: Annotated[int, option("--port N", "0 takes a free port.", min=0, max=65535)] = 8000,
-    host: Annotated[str, option("--host ADDRESS", "Where to listen; other machines need a key.")] = "127.0.0.1",
-    api_key_env: Annotated[
-        str | None, option("--api-key-env NAME", "Environment variable with the key that clients must send.")
-    ] = None,
-    adapters: Annotated[
-        list[str] | None, option("--adapter NAME=DIR", "Serve this adapter too; may be repeated.")
-    ] = None,
-    base: Annotated[
-        str | None, option("--base MODEL", "Base model that replaces the one that the adapter names.")
-    ] = None,
-    max_queue: Annotated[int, option("--max-queue N", "Completions that may wait; more get a 503.", min=1)] = 4096,
-    max_rows: Annotated[int, option("--max-rows N", "Completions that are decoded at once.", min=1)] = 256,
-    timeout: Annotated[float, option("--timeout SECONDS", "Longest time for one request.", min=0.1)] = 3600.0,
+    target: str = argument(
+        "WHAT", "A run, campaign or adapter directory; a model's name or directory; a run's file (TOML)."
+    ),
+    port: int = option("--port N", "0 takes a free port.", 8000, min=0, max=65535),
+    host: str = option("--host ADDRESS", "Where to listen; other machines need a key.", "127.0.0.1"),
+    api_key_env: str | None = option("--api-key-env NAME", "Environment variable with the key that clients must send."),
+    adapters: list[str] | None = option("--adapter NAME=DIR", "Serve this adapter too; may be repeated."),
+    base: str | None = option("--base MODEL", "Base model that replaces the one that the adapter names."),
+    max_queue: int = option("--max-queue N", "Completions that may wait; more get a 503.", 4096, min=1),
+    max_rows: int = option("--max-rows N", "Completions that are decoded at once.", 256, min=1),
+    timeout: float = option("--timeout SECONDS", "Longest time for one request.", 3600.0, min=0.1),
 ) -> None:
     """Serve a model with LoRA adapters over OpenAI's HTTP API.
 

@@ -5,13 +5,13 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
-from enum import StrEnum
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
+import psutil
 import typer
 
 from retrain import __version__
@@ -31,41 +31,29 @@ MARKS = {True: "ok", False: "BAD", None: "-"}
 """Prefix of a line of ``doctor``: good, bad, or absent and needed only by some files."""
 
 
-class Template(StrEnum):
-    quickstart = "quickstart"
-    campaign = "campaign"
-    gsm8k = "gsm8k"
-
-
 SCHEMA_FILE = "retrain.schema.json"  # Name of the schema beside a new file; its first line points there
 
 TEMPLATE_FILES = {"quickstart": "quickstart.toml", "campaign": "five_conditions.toml", "gsm8k": "gsm8k.toml"}
 
 
 def init(
-    path: Annotated[
-        Path | None,
-        typer.Argument(metavar="PATH", help="File or directory to write to; without it <template>.toml here."),
-    ] = None,
-    template: Annotated[
-        Template,
-        option(
-            "--template",
-            "quickstart: minutes on the bundled model; campaign: the five standard conditions; "
-            "gsm8k: Qwen3-8B on one GPU.",
-        ),
-    ] = Template.quickstart,
+    path: Path | None = argument("PATH", "File or directory to write to; without it <template>.toml here.", None),
+    template: Literal["quickstart", "campaign", "gsm8k"] = option(
+        "--template",
+        "quickstart: minutes on the bundled model; campaign: the five standard conditions; gsm8k: Qwen3-8B on one GPU.",
+        "quickstart",
+    ),
 ) -> None:
     """Write a commented campaign file and its JSON Schema.
 
     Editors check the file by the schema. Existing files are never overwritten.
     """
-    target = path or Path(f"{template.value}.toml")
+    target = path or Path()
     if target.is_dir():
-        target = target / f"{template.value}.toml"
+        target = target / f"{template}.toml"
     if target.suffix != ".toml":
         raise UsageError(f"{target} does not end in .toml; type: retrain init {target}.toml")
-    package, file = Path(__file__).parents[1], TEMPLATE_FILES[template.value]
+    package, file = Path(__file__).parents[1], TEMPLATE_FILES[template]
     installed = package / "templates" / file
     shipped = installed if installed.is_file() else package.parent / "campaigns" / file  # in a checkout
     text = shipped.read_text(encoding="utf-8")
@@ -101,30 +89,23 @@ def schema_text() -> str:
 
 
 def doctor(
-    model: Annotated[
-        str | None, argument("MODEL", "With --url: the model that the server should hold, by default its own.")
-    ] = None,
-    device: Annotated[
-        str | None,
-        option(
-            "--device auto|cpu|gpu:N",
-            "Prove on this device, in about 90 seconds, that sampling, training and resuming are right.",
-        ),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        option(
-            "--file FILE",
-            "With --device: use the model of this campaign file, with random weights if its own are missing. With "
-            "--url: its model, adapter and section inference.",
-        ),
-    ] = None,
-    report: Annotated[Path | None, option("--json FILE", "With --device: write a full report to this file.")] = None,
-    url: Annotated[
-        list[str] | None,
-        option("--url URL", "Prove that this server samples from the trained weights; may be repeated."),
-    ] = None,
-    engine: Annotated[str | None, option("--engine vllm|sglang|openai", "With --url: its kind.")] = None,
+    model: str | None = argument(
+        "MODEL", "With --url: the model that the server should hold, by default its own.", None
+    ),
+    device: str | None = option(
+        "--device auto|cpu|gpu:N",
+        "Prove on this device, in about 90 seconds, that sampling, training and resuming are right.",
+    ),
+    file: Path | None = option(
+        "--file FILE",
+        "With --device: use the model of this campaign file, with random weights if its own are missing. With "
+        "--url: its model, adapter and section inference.",
+    ),
+    report: Path | None = option("--json FILE", "With --device: write a full report to this file."),
+    url: list[str] | None = option(
+        "--url URL", "Prove that this server samples from the trained weights; may be repeated."
+    ),
+    engine: str | None = option("--engine vllm|sglang|openai", "With --url: its kind."),
 ) -> None:
     """Check this machine: Python, packages, devices, extras, disk.
 
@@ -147,7 +128,7 @@ def doctor(
         raise typer.Exit(check_servers(url, engine, model, file) if url else check_machine(device or "", file, report))
     belongs = "{0} belongs to the self-check; type: retrain doctor --device auto {0} {1}"
     refuse_given({"--file": file, "--json": report}, belongs)
-    lines = machine_lines()
+    lines = list(machine_facts())
     for name, text, good in lines:
         print(f"{MARKS[good]:<3}  {name:<20} {text}")
     if any(good is False for *_, good in lines):
@@ -177,25 +158,42 @@ def require_writable(file: Path) -> None:
         raise UsageError(f"{file} exists and is no report of retrain doctor; it stays as it is: give another path")
 
 
-def machine_lines() -> list[tuple[str, str, bool | None]]:
-    """Return facts of this machine: name, text, and whether it is good (None: not needed)."""
-    lines: list[tuple[str, str, bool | None]] = [("retrain", f"{__version__} in {Path(__file__).parents[1]}", True)]
-    lines.append(("python", f"{platform.python_version()} ({sys.executable})", sys.version_info >= (3, 11)))
+def machine_facts() -> Iterator[tuple[str, str, bool | None]]:
+    """Yield facts of this machine: name, text, and whether it is good (None: not needed)."""
+    yield "retrain", f"{__version__} in {Path(__file__).parents[1]}", True
+    yield "python", f"{platform.python_version()} ({sys.executable})", sys.version_info >= (3, 11)
     for package in REQUIRED:
         version = version_of(package)
-        lines.append((package, version or "missing; type: pip install .", version is not None))
-    lines += device_lines()
+        yield package, version or "missing; type: pip install .", version is not None
+    yield "cpu", f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}", True
+    yield "memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB", True
+    if version_of("torch") is not None:
+        yield from torch_facts()
     free = shutil.disk_usage(Path.cwd()).free / 2**30
-    lines.append(("disk", f"{free:.1f} GiB free here", free > 1))
+    yield "disk", f"{free:.1f} GiB free here", free > 1
     for extra, (packages, purpose) in EXTRAS.items():
         package = next(iter(packages.values()))
         version = version_of(package)
         hint = f"{package} {version}" if version else f"not installed ({purpose}); type: pip install '.[{extra}]'"
-        lines.append((f"[{extra}]", hint, True if version else None))
+        yield f"[{extra}]", hint, True if version else None
     for name in ("HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WANDB_MODE"):
         if name in os.environ:
-            lines.append((name, os.environ[name], True))
-    return lines
+            yield name, os.environ[name], True
+
+
+def torch_facts() -> Iterator[tuple[str, str, bool]]:
+    """Yield (name, text, good) of torch's threads and every CUDA device; imports torch."""
+    import torch
+
+    yield "torch threads", str(torch.get_num_threads()), True
+    if not torch.cuda.is_available():
+        yield "bfloat16", f"multiplied {bfloat16_gain():.1f} times as fast as float32 on the CPU", True
+        fault = build_fault("auto")
+        yield "gpu", fault or 'none found by torch: runs use the CPU ([backend] devices = "auto")', not fault
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        bf16 = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bf16"
+        yield f"gpu:{index}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {bf16}", True
 
 
 def version_of(package: str) -> str | None:
@@ -203,27 +201,3 @@ def version_of(package: str) -> str | None:
         return installed_version(package)
     except PackageNotFoundError:
         return None
-
-
-def device_lines() -> list[tuple[str, str, bool | None]]:
-    """Return (name, text, good) for the processor, memory and every CUDA device; imports torch."""
-    lines: list[tuple[str, str, bool | None]] = [
-        ("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}", True)
-    ]
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-        lines.append(("memory", f"{memory:.1f} GiB", True))
-    if version_of("torch") is None:
-        return lines
-    import torch
-
-    lines.append(("torch threads", str(torch.get_num_threads()), True))
-    if not torch.cuda.is_available():
-        lines.append(("bfloat16", f"multiplied {bfloat16_gain():.1f} times as fast as float32 on the CPU", True))
-        fault = build_fault("auto")
-        lines.append(("gpu", fault or 'none found by torch: runs use the CPU ([backend] devices = "auto")', not fault))
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        bf16 = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bf16"
-        lines.append((f"gpu:{index}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {bf16}", True))
-    return lines

@@ -4,13 +4,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from retrain.cli.arguments import AsJson, Plain, Verbose
+from retrain.cli.arguments import AS_JSON, PLAIN, VERBOSE
 from retrain.cli.console import make_console, status_view
 from retrain.cli.follow import Follower, JsonLines
 from retrain.cli.output import print_table
@@ -19,6 +18,7 @@ from retrain.errors import UsageError
 from retrain.files import dumps
 from retrain.records.reader import homes_of_runs
 from retrain.records.schema.base import Values
+from retrain.util.text import number
 
 LOOK_EVERY_S = 1.0
 HOW_TO_HAVE_RUNS = (
@@ -27,15 +27,11 @@ HOW_TO_HAVE_RUNS = (
 
 
 def status(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A run, a campaign, or a directory of those.")
-    ] = Path("logs"),
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Follow them until all have ended or Ctrl-C is pressed.")
-    ] = False,
-    as_json: AsJson = False,
-    plain: Plain = False,
-    verbose: Verbose = False,
+    directory: Path = typer.Argument(Path("logs"), metavar="DIR", help="A run, a campaign, or a directory of those."),
+    watch: bool = typer.Option(False, "--watch", "-w", help="Follow them until all have ended or Ctrl-C is pressed."),
+    as_json: bool = AS_JSON,
+    plain: bool = PLAIN,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Show runs: state, steps, reward and held-out accuracy.
 
@@ -65,11 +61,19 @@ def _print_views(reports: Sequence[Values]) -> None:
 
 
 def _print_status_table(reports: Sequence[Values]) -> None:
-    runs = [run for report in reports for run in report["runs"]]
-    other_sets = list(dict.fromkeys(name for run in runs for name in [*run["evaluations"]][1:]))
-    rows = [status_cells(report, run, other_sets) for report in reports for run in report["runs"]]
-    columns = [*STATUS_COLUMNS[:-1], *(f"{name} {when}" for name in other_sets for when in ("before", "now"))]
-    print_table((*columns, STATUS_COLUMNS[-1]), rows, left_aligned=("directory", "run", "state", "why"))
+    runs = [(report["directory"], run) for report in reports for run in report["runs"]]
+    other_sets = dict.fromkeys(name for _, run in runs for name in [*run["evaluations"]][1:])
+    other_columns = [(name, when) for name in other_sets for when in ("before", "now")]
+    rows = []
+    for directory, run in runs:
+        rates = [run["row"].get("mean_reward"), run["row"].get("correct_rate"), run["heldout_before"]]
+        rates += [run["heldout_now"], *(run["evaluations"].get(name, {}).get(when) for name, when in other_columns)]
+        why = run["reason"] or (f"worker {run['worker']}" if run.get("worker") else "")
+        names = directory, run["run_id"], run["state"], str(run["step"]), str(run["max_steps"])
+        rows.append([*names, *map(number, rates), why])
+    others = [f"{name} {when}" for name, when in other_columns]
+    headings = "directory", "run", "state", "step", "of", "reward", "correct", "before", "now", *others, "why"
+    print_table(headings, rows, left_aligned=("directory", "run", "state", "why"))
 
 
 def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:
@@ -83,16 +87,3 @@ def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:
         return
     finally:
         observer.close()
-
-
-STATUS_COLUMNS = ("directory", "run", "state", "step", "of", "reward", "correct", "before", "now", "why")
-
-
-def status_cells(report: Values, run: Values, other_sets: Sequence[str] = ()) -> list[str]:
-    """Return one run of a ``read_status`` report as cells of a plain table, with the accuracies on ``other_sets``."""
-    row = run["row"]
-    rates = [row.get("mean_reward"), row.get("correct_rate"), run["heldout_before"], run["heldout_now"]]
-    rates += [run["evaluations"].get(name, {}).get(when) for name in other_sets for when in ("before", "now")]
-    cells = [report["directory"], run["run_id"], run["state"], str(run["step"]), str(run["max_steps"])]
-    why = run["reason"] or (f"worker {run['worker']}" if run.get("worker") else "")
-    return [*cells, *("-" if rate is None else f"{rate:.3f}" for rate in rates), why]

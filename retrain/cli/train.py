@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
 
 import tomli
 import typer
@@ -13,17 +12,17 @@ from retrain.campaign.planning.changes import Approval
 from retrain.campaign.planning.manifest import CampaignOutcome
 from retrain.campaign.planning.plan import Plan
 from retrain.cli.arguments import (
-    AcceptChanges,
-    Address,
-    AsJson,
-    ConfigFile,
-    ExecutorName,
-    Out,
-    Plain,
-    RetryFailed,
-    Sets,
-    Verbose,
-    WorkerCount,
+    ACCEPT_CHANGES,
+    ADDRESS,
+    AS_JSON,
+    EXECUTOR,
+    FILE,
+    OUT,
+    PLAIN,
+    RETRY_FAILED,
+    SETS,
+    VERBOSE,
+    WORKERS,
     argument,
     executor_sets,
     option,
@@ -33,10 +32,9 @@ from retrain.cli.arguments import (
 )
 from retrain.cli.console import lasting_streams, make_console
 from retrain.cli.explain import print_explanation
-from retrain.cli.output import print_squeeze, print_tables_of
+from retrain.cli.output import print_report, print_squeeze, print_tables_of
 from retrain.device import torchrun_rank
 from retrain.errors import UsageError
-from retrain.files import dumps
 from retrain.records.observer import Observer
 from retrain.records.registry import OFF, ON
 from retrain.records.trackers import wandb_upload_command
@@ -45,7 +43,7 @@ from retrain.util.session import ENDINGS
 from retrain.util.text import visible
 
 
-def finish(plain: bool, action: Callable[[Observer], CampaignOutcome], verbose: bool = False) -> None:
+def finish(action: Callable[[Observer], CampaignOutcome], plain: bool = False, verbose: bool = False) -> None:
     """Run ``action`` under a console, print the outcome, and exit with its status."""
     started = time.time()
     with lasting_streams():  # a closed terminal does not end the training
@@ -65,22 +63,20 @@ def finish(plain: bool, action: Callable[[Observer], CampaignOutcome], verbose: 
 
 
 def train(
-    file: ConfigFile,
-    sets: Sets = None,
-    out: Out = None,
-    dry_run: Annotated[
-        bool, option("--dry-run", "Print what would be trained and written (as explain does) and stop.")
-    ] = False,
-    retry_failed: RetryFailed = False,
-    accept_changes: AcceptChanges = False,
-    executor: ExecutorName = None,
-    workers: WorkerCount = None,
-    address: Address = None,
-    no_registry: Annotated[
-        bool, option("--no-registry", "Leave the declaration out of registry.jsonl beside DIR; outputs say so.")
-    ] = False,
-    plain: Plain = False,
-    verbose: Verbose = False,
+    file: Path = FILE,
+    sets: list[str] | None = SETS,
+    out: Path | None = OUT,
+    dry_run: bool = option("--dry-run", "Print what would be trained and written (as explain does) and stop.", False),
+    retry_failed: bool = RETRY_FAILED,
+    accept_changes: bool = ACCEPT_CHANGES,
+    executor: str | None = EXECUTOR,
+    workers: int | None = WORKERS,
+    address: str | None = ADDRESS,
+    no_registry: bool = option(
+        "--no-registry", "Leave the declaration out of registry.jsonl beside DIR; outputs say so.", False
+    ),
+    plain: bool = PLAIN,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Train a campaign or run; print comparison, rank and paths.
 
@@ -98,12 +94,11 @@ def train(
         return
     from retrain.campaign.controller import launch
 
-    registry = OFF if no_registry else ON
-    finish(
-        plain,
-        lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer), registry),
-        verbose,
-    )
+    def start(observer: Observer) -> CampaignOutcome:
+        registry = OFF if no_registry else ON
+        return launch(loaded, out, observer, retry_failed, approval(accept_changes, observer), registry)
+
+    finish(start, plain, verbose)
 
 
 def follow_torchrun(nothing: bool = False) -> None:
@@ -123,23 +118,18 @@ def is_run_file(file: Path) -> bool:
 
 
 def resume(
-    directory: Annotated[
-        str, argument("DIR", "Directory of a run or campaign, as train prints it, or the URL of its copy.")
-    ],
-    sets: Sets = None,
-    out: Annotated[
-        Path | None,
-        option(
-            "--out DIR", "With a URL: directory to download the copy to; without it logs/ and its name.", output_path
-        ),
-    ] = None,
-    retry_failed: RetryFailed = False,
-    accept_changes: AcceptChanges = False,
-    executor: ExecutorName = None,
-    workers: WorkerCount = None,
-    address: Address = None,
-    plain: Plain = False,
-    verbose: Verbose = False,
+    directory: str = argument("DIR", "Directory of a run or campaign, as train prints it, or the URL of its copy."),
+    sets: list[str] | None = SETS,
+    out: Path | None = option(
+        "--out DIR", "With a URL: directory to download the copy to; without it logs/ and its name.", parser=output_path
+    ),
+    retry_failed: bool = RETRY_FAILED,
+    accept_changes: bool = ACCEPT_CHANGES,
+    executor: str | None = EXECUTOR,
+    workers: int | None = WORKERS,
+    address: str | None = ADDRESS,
+    plain: bool = PLAIN,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Continue an interrupted run or campaign from its last checkpoints.
 
@@ -156,12 +146,11 @@ def resume(
     require_directory(path)
     from retrain.campaign.controller import resume as go_on
 
-    changed = [*(sets or ()), *executor_sets(executor, workers, address)]
-    finish(
-        plain,
-        lambda observer: go_on(path, observer, retry_failed, approval(accept_changes, observer), changed),
-        verbose,
-    )
+    def start(observer: Observer) -> CampaignOutcome:
+        changed = [*(sets or ()), *executor_sets(executor, workers, address)]
+        return go_on(path, observer, retry_failed, approval(accept_changes, observer), changed)
+
+    finish(start, plain, verbose)
 
 
 def approval(accept: bool, observer: Observer) -> Approval:
@@ -180,23 +169,18 @@ def approval(accept: bool, observer: Observer) -> Approval:
 
 
 def squeeze(
-    directory: Annotated[Path, argument("DIR", "A run, campaign, checkpoint or adapter directory.")],
-    to: Annotated[int | None, option("--to RANK", "Write an adapter compressed to this rank.", min=1)] = None,
-    out: Annotated[
-        Path | None,
-        option(
-            "--out DIR",
-            "Where the compressed adapter goes; without it squeeze/rank_RANK beside the adapter.",
-            output_path,
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None, option("--continue STEPS", "Train the compressed adapter this many steps at its new rank.", min=1)
-    ] = None,
-    pattern: Annotated[
-        bool, option("--pattern", "A rank for each module, with the total energy of RANK everywhere.")
-    ] = False,
-    as_json: AsJson = False,
+    directory: Path = argument("DIR", "A run, campaign, checkpoint or adapter directory."),
+    to: int | None = option("--to RANK", "Write an adapter compressed to this rank.", min=1),
+    out: Path | None = option(
+        "--out DIR",
+        "Where the compressed adapter goes; without it squeeze/rank_RANK beside the adapter.",
+        parser=output_path,
+    ),
+    steps: int | None = option(
+        "--continue STEPS", "Train the compressed adapter this many steps at its new rank.", min=1
+    ),
+    pattern: bool = option("--pattern", "A rank for each module, with the total energy of RANK everywhere.", False),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Analyse the LoRA rank of an adapter and compress it.
 
@@ -211,11 +195,7 @@ def squeeze(
         from retrain.adapters.continuing import continuation
         from retrain.campaign.controller import launch
 
-        finish(False, lambda observer: launch(*continuation(directory, to, steps, out), observer))
+        finish(lambda observer: launch(*continuation(directory, to, steps, out), observer))
     from retrain.adapters.squeeze import squeeze as squeeze_directory
 
-    report = squeeze_directory(directory, to, out, pattern)
-    if as_json:
-        print(dumps(report, indent=2))
-    else:
-        print_squeeze(report, plain=False)
+    print_report(squeeze_directory(directory, to, out, pattern), as_json, print_squeeze)

@@ -1,30 +1,24 @@
 """``try``: show prompts, answers and rewards before training."""
 
-import sys
-from typing import Annotated
+from pathlib import Path
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
-from retrain.cli.arguments import AsJson, ConfigFile, Sets, option, read
-from retrain.cli.output import note, print_record, print_text
+from retrain.cli.arguments import AS_JSON, FILE, SETS, option, read
+from retrain.cli.output import note, print_record, print_report, print_text
 from retrain.config.campaign import condition_name
 from retrain.errors import RunFailed, plural
-from retrain.files import dumps
 from retrain.records.schema.base import Values
 from retrain.util.text import approximate_duration, one_line
 
 
 def try_(
-    file: ConfigFile,
-    problems: Annotated[int, option("--problems N", "How many problems.", min=1)] = 4,
-    samples: Annotated[
-        int | None, option("--samples N", "Answers to each; without it 4, or the group size.", min=1)
-    ] = None,
-    condition: Annotated[
-        str | None, option("--condition LABEL", "Which condition of a campaign; without it the first.")
-    ] = None,
-    sets: Sets = None,
-    as_json: AsJson = False,
+    file: Path = FILE,
+    problems: int = option("--problems N", "How many problems.", 4, min=1),
+    samples: int | None = option("--samples N", "Answers to each; without it 4, or the group size.", min=1),
+    condition: str | None = option("--condition LABEL", "Which condition of a campaign; without it the first."),
+    sets: list[str] | None = SETS,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Show a file's prompts, sampled answers and rewards; train nothing.
 
@@ -36,12 +30,7 @@ def try_(
     for label in map(condition_name, others(plan, condition)):
         note(f"{label} has another reward or sampling: type --condition '{label}'")
     report = trial(plan, problems, samples, condition, note)
-    if as_json:
-        print(dumps({"file": str(file), **report}, indent=2))
-    elif sys.stdout.isatty():
-        print_trial(report)
-    else:
-        print_trial_lines(report)
+    print_report({"file": str(file), **report}, as_json, print_trial, print_trial_lines)
     if report["verdict"]["all_failed"]:
         reasons = "; ".join(f"{reason} ({count} ×)" for reason, count in report["verdict"]["reasons"].items())
         raise RunFailed(f"the reward graded none of {report['verdict']['answers']} answers: {reasons}")

@@ -4,7 +4,6 @@ import secrets
 import socket
 import webbrowser
 from pathlib import Path
-from typing import Annotated
 
 from retrain.cli.arguments import argument, option, output_path
 from retrain.cli.output import note
@@ -15,15 +14,15 @@ PORT = 8571
 
 
 def ui(
-    directories: Annotated[
-        list[Path] | None, argument("DIR...", "Campaigns, runs, or directories of those; logs without any.")
-    ] = None,
-    port: Annotated[int, option("--port N", "0 takes a free port.", min=0, max=65535)] = PORT,
-    host: Annotated[str, option("--host ADDRESS", "Where to listen; other machines need a token.")] = "127.0.0.1",
-    browser: Annotated[bool, option("--open", "Open the page in a browser.")] = False,
-    bundle: Annotated[
-        Path | None, option("--bundle OUT", "Write a copy that opens without a server, and end.", output_path)
-    ] = None,
+    directories: list[Path] | None = argument(
+        "DIR...", "Campaigns, runs, or directories of those; logs without any.", default=None
+    ),
+    port: int = option("--port N", "0 takes a free port.", PORT, min=0, max=65535),
+    host: str = option("--host ADDRESS", "Where to listen; other machines need a token.", "127.0.0.1"),
+    browser: bool = option("--open", "Open the page in a browser.", False),
+    bundle: Path | None = option(
+        "--bundle OUT", "Write a copy that opens without a server, and end.", parser=output_path
+    ),
 ) -> None:
     """Show campaigns and runs on a local web page, live.
 

@@ -13,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import TypeVar
 
@@ -259,35 +259,15 @@ class Batcher:
 
     def _requests(self, batch: Sequence[GenerationState]) -> Iterable[tuple[SampleRequest, list[GenerationState]]]:
         """Yield requests with their generations. New ones of equal prompt, weights and sampling share a request."""
-        alike: dict[object, list[GenerationState]] = {}
+        alike: dict[object, tuple[SampleRequest, list[GenerationState]]] = {}
         for generation in batch:
-            limit, body = min(generation.remaining_tokens, self.piece_tokens), generation.body
-            start = (
-                generation.served.ref,
-                generation.prompt_ids,
-                limit,
-                body.temperature,
-                body.top_p,
-                body.top_k,
-                body.min_p,
-            )
-            alike.setdefault(generation if generation.total.token_ids else start, []).append(generation)
-        for generations in alike.values():
-            first = generations[0]
-            body, drawn, limit = first.body, first.total.token_ids, min(first.remaining_tokens, self.piece_tokens)
-            continues = any(limit < each.remaining_tokens or each.body.ignore_eos for each in generations)
-            request = SampleRequest(
-                first.served.ref,
-                (*first.prompt_ids, *drawn),
-                len(generations),
-                limit,
-                body.temperature,
-                (),
-                top_p=body.top_p,
-                top_k=body.top_k,
-                min_p=body.min_p,
-                sequences=tuple((each.number,) for each in generations) if continues and self.engine.fast else (),
-                streams=tuple(each.stream for each in generations),
-                drawn=len(drawn),
-            )
-            yield request, generations
+            drawn, limit = generation.total.token_ids, min(generation.remaining_tokens, self.piece_tokens)
+            sampling = {name: getattr(generation.body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+            tokens = (*generation.prompt_ids, *drawn)
+            request = SampleRequest(generation.served.ref, tokens, 1, limit, stream=(), drawn=len(drawn), **sampling)
+            alike.setdefault(generation if drawn else request, (request, []))[1].append(generation)
+        for request, members in alike.values():
+            continues = any(request.max_tokens < each.remaining_tokens or each.body.ignore_eos for each in members)
+            sequences = tuple((each.number,) for each in members) if continues and self.engine.fast else ()
+            streams = tuple(each.stream for each in members)
+            yield replace(request, samples=len(members), sequences=sequences, streams=streams), members

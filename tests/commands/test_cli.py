@@ -98,12 +98,12 @@ def test_dry_run_writes_nothing(tmp_path):
 
 def test_init_writes_a_file_that_checks_and_never_overwrites(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for template in setup.Template:
-        target = tmp_path / f"not/there/my-{template.value}.toml"  # the directories are made
-        assert run_cli("init", target, "--template", template.value).exit_code == 0
+    for template in setup.TEMPLATE_FILES:
+        target = tmp_path / f"not/there/my-{template}.toml"  # the directories are made
+        assert run_cli("init", target, "--template", template).exit_code == 0
         assert run_cli("check", target).exit_code == 0
     target.write_text("# mine\n")
-    assert run_cli("init", target, "--template", template.value).exit_code == 2
+    assert run_cli("init", target, "--template", template).exit_code == 2
     assert target.read_text() == "# mine\n"
     assert run_cli("init", tmp_path).exit_code == 0
     first = (tmp_path / "quickstart.toml").read_text().splitlines()[0]

@@ -7,7 +7,7 @@ from helpers.records import context, evaluation, group, step
 from rich.console import Console
 
 from retrain.cli.console import Board, LiveConsole, PlainConsole, board_view, make_console
-from retrain.cli.tables import comparison_table, squeeze_line, squeeze_table
+from retrain.cli.output import comparison_table, plain_text, squeeze_line, squeeze_table
 from retrain.records.measure import measure_step
 from retrain.records.schema.rows import START
 from retrain.records.scores import eval_row
@@ -176,16 +176,16 @@ COMPARISON = {
 
 
 def test_the_comparison():
-    plain = comparison_table(COMPARISON).text()
-    for text in (printed(comparison_table(COMPARISON, 120).rich(), 120), plain):
+    plain = plain_text(comparison_table(COMPARISON))
+    for text in (printed(comparison_table(COMPARISON, 120), 120), plain):
         for part in ("maxrl+gtpo_hicra[red]", "+12.3 [−1.0, +25.6]", "1/2", "65 to 75%", "50.0% → 70.0%",
                      "no verdict possible", "Fewer than 6 pairs.", "3.0k tokens, 2:01"):  # fmt: skip
             assert part in text
         assert COMMAND in text.splitlines()
-    medium = printed(comparison_table(COMPARISON, 80).rich(), 80)
+    medium = printed(comparison_table(COMPARISON, 80), 80)
     assert "+12.3 [−1.0, +25.6]" in medium
     assert "With 2 pairs no verdict is possible." in medium
-    narrow = printed(comparison_table(COMPARISON, 60).rich(), 60)
+    narrow = printed(comparison_table(COMPARISON, 60), 60)
     assert any(line.startswith("grpo ") and "50.0% → 70.0%" in line for line in narrow.splitlines())
     assert "…" not in narrow
 
@@ -199,7 +199,7 @@ SQUEEZE = {
 
 
 def test_the_recommended_rank():
-    for text in (printed(squeeze_table(SQUEEZE, 80).rich(), 80), squeeze_table(SQUEEZE).text()):
+    for text in (printed(squeeze_table(SQUEEZE, 80), 80), plain_text(squeeze_table(SQUEEZE))):
         marked = next(line for line in text.splitlines() if "<- recommended" in line)
         assert marked.split() == ["4", "97.0%", "95.0%", "17.3%", "<-", "recommended"]
     line = squeeze_line(SQUEEZE)
@@ -207,7 +207,7 @@ def test_the_recommended_rank():
     assert "differ by up to 22% from" in line
     untrained = SQUEEZE | {"rows": [], "recommended_rank": None, "message": "The adapter is untrained."}
     assert squeeze_line(untrained) == "The adapter is untrained."
-    assert "untrained" in squeeze_table(untrained).text()
+    assert "untrained" in plain_text(squeeze_table(untrained))
 
 
 @pytest.mark.parametrize(("width", "last"), [(40, "correct"), (60, "held-out"), (110, "λ")])
