@@ -5,7 +5,7 @@ import {switchTheme, themeChanged} from "./colours.js";
 import {Empty, Failed} from "./components/states.js";
 import {madeAt} from "./copy.js";
 import {frameKey, help, startKeys} from "./keys.js";
-import {AddressContext, go, link, onRoute, startRouter} from "./lib/address.js";
+import {AddressContext, go, link, startRouter} from "./lib/address.js";
 import {html, render, useErrorBoundary} from "./lib/html.js";
 import {EVERY_KIND, announce} from "./lib/answer.js";
 import {nameOf} from "./names.js";
@@ -48,7 +48,6 @@ let state = null;
 /** @type {"" | "live" | "lost" | "copy"} */
 let connection = "";
 
-/** Return the view of a state; undefined where there is none, or it lacks a place. @param {State} state */
 function viewOf({view, place}) {
   return VIEWS.find((each) => each.view === view && (each.at === "none" || place));
 }
@@ -154,5 +153,4 @@ WITH_PLACE.forEach(({title}, i) =>
   }),
 );
 main.replaceChildren();
-onRoute(show);
-startRouter();
+startRouter(show);

@@ -15,25 +15,17 @@ import {AllCharts, MyCharts, OpenChart, WatchedCharts} from "./metrics_grid.js";
 import {readMine, searchOf, tabOf} from "./metrics_keys.js";
 
 const GRIDS = {watch: WatchedCharts, all: AllCharts, mine: MyCharts};
-const LINES = [
-  ["runs", "a line for each run"],
-  ["conditions", "mean of each condition"],
-];
+const LINES = Object.entries({runs: "a line for each run", conditions: "mean of each condition"});
 const CLIP = "the y axis shows the middle 98 % of the values";
 const FULL = "the y axis shows the whole range that was declared for the metric";
-/** @type {any[]} */
-const NO_RUNS = [];
+const NO_RUNS = /** @type {any[]} */ ([]);
 const HEADER = 140; // Height of what stays on top of the page
 
 function Tools({tags, wrong, byCondition, runs}) {
   const {query, patch} = useAddress();
   const tab = tabOf(query);
   const count = readMine(query.keys).length;
-  const tabs = [
-    ["watch", "Watch"],
-    ["all", "All"],
-    ["mine", count ? `Mine ${count}` : "Mine"],
-  ];
+  const tabs = Object.entries({watch: "Watch", all: "All", mine: count ? `Mine ${count}` : "Mine"});
   // What is searched for may be no watched metric.
   const resets = tab === "watch" ? {tab: "all"} : {};
   const options = [["", "all tags"], ...tags.map((tag) => [tag, `tag ${tag}`])];
@@ -109,7 +101,6 @@ function Tile({tile: {key, name, unit, value, step, low, high, n}}) {
   </a>`;
 }
 
-// `facts`: the answer of /api/run.
 function RunFacts({facts: {tiles, command, marks}}) {
   const entry = ([kind, sign]) => {
     const n = marks.filter((mark) => mark.kind === kind).length;

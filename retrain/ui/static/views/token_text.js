@@ -5,27 +5,21 @@ import {NUMBERS, facts} from "../components/token_scales.js";
 import {html, useElement, useLayoutEffect, useMemo, useRef, visible} from "../lib/html.js";
 import {EMPTY_TEXT, Turns} from "./conversation.js";
 
-/** @typedef {{at: number | null, scroll: boolean}} Chosen `scroll` brings the token into sight */
-
 const MOVES = /** @type {Record<string, number>} */ ({ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10});
-// Buttons of what tokens can be coloured by, and what the colours mean.
 export function ColourChoice({names, value, scale, onChoose}) {
   const options = [["none", "plain"], ...names.map((name) => [name, NUMBERS[name].title, NUMBERS[name].words])];
   const stop = ([css, text]) => html`<span class=${`t ${css}`} key=${text}>${text}</span>`;
+  const legend = () => html`<span class="legendline" title=${NUMBERS[value].words}>
+    <span class="muted">${NUMBERS[value].title}: </span>${scale.stops.map(stop)}
+  </span>`;
   return html`<${Tabs} label="colour of the tokens" options=${options} value=${value} onChoose=${onChoose} />
-    ${
-      scale &&
-      html`<span class="legendline" title=${NUMBERS[value].words}>
-            <span class="muted">${NUMBERS[value].title}: </span>${scale.stops.map(stop)}
-          </span>`
-    }`;
+    ${scale && legend()}`;
 }
 
 function kindOf(piece) {
   return piece === "" ? "t nil" : piece.includes("\n") ? "t line" : "t";
 }
 
-/** Return the numbers of the turns' first tokens. @param {string[][]} pieces */
 export function startsOf(pieces) {
   let at = 0;
   return pieces.map((turn) => (at += turn.length) - turn.length);
@@ -65,8 +59,8 @@ function tokenEvents({count, chosen, onPick, onPoint}) {
   };
 }
 
-// The turns of a rollout as tokens, coloured by `values` on `scale`; without `pieces` their texts. `children`: what
-// stands above the turns; not drawn again.
+// The turns of a rollout as tokens, coloured by `values` on `scale`; without `pieces` their texts. `chosen` is
+// {at, scroll}: `scroll` brings the token into sight. `children`: what stands above the turns; not drawn again.
 export function TokenArea({label, line, pieces, values, scale, chosen, onPick, onPoint, children = null}) {
   const root = useElement();
   const spans = useRef(/** @type {HTMLElement[]} */ ([]));
@@ -98,11 +92,7 @@ export function TokenArea({label, line, pieces, values, scale, chosen, onPick, o
   </div>`;
 }
 
-/**
- * Return what is known of a token: title, text, name.
- * @param {string[][]} pieces
- * @returns {any[]}
- */
+/** Return what is known of a token: title, text, name. @returns {any[]} */
 function rowsOf(numbers, pieces, i) {
   const all = pieces.flat();
   const turn = startsOf(pieces).filter((first) => first <= i).length;
@@ -111,7 +101,6 @@ function rowsOf(numbers, pieces, i) {
   return [["token", where, ""], ["text", text, "text"], ...facts(numbers, i)];
 }
 
-// All numbers of the token that is pointed at.
 export function TokenFacts({numbers, pieces, at, name}) {
   const hint = html`<div>
     <dt>token</dt><dd class="muted">point at a token, or use the arrow keys in the text</dd>
