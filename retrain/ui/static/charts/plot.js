@@ -61,8 +61,7 @@ function yRange(/** @type {PlotOptions} */ {range, full, zero, logY, zoom}, limi
   let [low, high] = [least, most];
   if (logY) return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
   if (limits && !zoom) [low, high] = [Math.max(low, limits.low), Math.min(high, limits.high)];
-  const min = range ? range.min : null;
-  const max = range ? range.max : null;
+  const {min, max} = range || {min: null, max: null};
   if (min !== null && max !== null && max > min) {
     const inside = low >= min && high <= max;
     if (full || (inside && high - low >= 0.4 * (max - min))) return [Math.min(low, min), Math.max(high, max)];

@@ -85,11 +85,6 @@ export function Tabs({label, options, value, onChoose}) {
   return html`<div class="segments" role="group" aria-label=${label}>${options.map(option)}</div>`;
 }
 
-export function AddressTabs({name, options, ...rest}) {
-  const [value, choose] = useKey(name, options[0][0]);
-  return html`<${Tabs} ...${rest} options=${options} value=${value} onChoose=${choose} />`;
-}
-
 // A button that opens a list of actions: [text, action].
 export function Menu({label, text, items}) {
   const details = useElement();

@@ -47,12 +47,14 @@ function factsOf({summary: {conditions, workers, left_s, device_hours, updated},
   return facts.filter(Boolean).join(" · ");
 }
 
+const agoText = (seconds) => (typeof seconds === "number" ? `${duration(seconds)} ago` : "–");
+
 const COLUMNS = [
   CONDITION_COLUMN,
   numberColumn("seed", "seed", (run) => run.seed),
   {key: "state", title: "state", cell: RunState},
   numberColumn("steps", "steps", RunSteps),
-  {key: "changed", title: "changed", cell: RunAge},
+  {key: "changed", title: "changed", cell: ({age_s: age}) => html`<span class="muted">${agoText(age)}</span>`},
   {key: "links", title: "look at", cell: RunLinks},
 ];
 
@@ -72,10 +74,6 @@ function RunState({state, reason, worker}) {
 function RunSteps({run_id: id, state, step, max_steps: max}) {
   const bar = html`<progress max=${max} value=${step} aria-label=${`steps of ${id}`} />`;
   return html`${count(step)}${max ? ` of ${count(max)}` : ""}${state === "running" && max && bar}`;
-}
-
-function RunAge({age_s: age}) {
-  return html`<span class="muted">${typeof age === "number" ? `${duration(age)} ago` : "–"}</span>`;
 }
 
 function RunLinks({place, run_id: id}) {

@@ -1,7 +1,7 @@
 // All campaigns and runs below the given directories: state, held-out accuracy, verdict, progress, newest warning.
 
 import {IntervalBar, classOf, reach} from "../components/interval_bar.js";
-import {AddressChoice, AddressSearch, AddressTabs} from "../components/inputs.js";
+import {AddressChoice, AddressSearch, Tabs} from "../components/inputs.js";
 import {Rate, Sparkline, Swatch} from "../components/marks.js";
 import {Answered, Empty, NotRecorded, Title} from "../components/states.js";
 import {Table, numberColumn} from "../components/table.js";
@@ -70,11 +70,11 @@ function Verdict({verdict, kind}, most) {
     <b>${word}</b>
     <div class="bars">
       <${IntervalBar} verdict=${verdict} most=${share ? most : reach([verdict])} width=${120} />
-      <span class="numbers">
+      <span class="numbers small">
         ${write(verdict.difference)}${share && " points"}<span class="muted">${interval}</span>
       </span>
     </div>
-    <span class="sentence" title=${sentence}>${sentence}</span>
+    <span class="sentence small muted" title=${sentence}>${sentence}</span>
   </div>`;
 }
 
@@ -152,7 +152,8 @@ function useSteadyRows(data) {
 }
 
 export function Campaigns() {
-  const {query} = useAddress();
+  const {query, patch} = useAddress();
+  const choose = (state) => patch({state});
   const answer = useAnswer("places", {}, {kinds: EVERY_KIND, wait: 1000});
   const {data, retry} = answer;
   const root = useSteadyRows(data);
@@ -185,7 +186,7 @@ export function Campaigns() {
   return html`<${Title} title="Campaigns" words=${totals(places)}>${done < of && wait}<//>
     <div class="tools">
       <${AddressSearch} label="search name, condition …" />
-      <${AddressTabs} name="state" label="state" options=${[["", "all"], ...states]} />
+      <${Tabs} label="state" options=${[["", "all"], ...states]} value=${query.state || ""} onChoose=${choose} />
       <${AddressChoice} name="sort" label="order" options=${SORTS} resets=${{order: null}} />
     </div>
     <div ref=${root}>

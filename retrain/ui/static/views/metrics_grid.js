@@ -14,11 +14,6 @@ import {metricOf, readMine, sectionsOf, tabOf, writeMine} from "./metrics_keys.j
 import {openRollouts} from "./reading.js";
 import {why} from "../why.js";
 
-export function OpenChart({body, page}) {
-  const metric = metricOf(body.metrics, useAddress().query.open);
-  return html`<${MetricChart} key=${metric.key} metric=${metric} page=${page} level="h2" big=${true} />`;
-}
-
 function Charts({metrics, page, level}) {
   const chart = (metric) => html`<${MetricChart} key=${metric.key} metric=${metric} page=${page} level=${level} />`;
   return html`<div class="charts">${metrics.map(chart)}</div>`;
@@ -111,7 +106,7 @@ function drawing(body, metric, {byCondition, thin, hidden}) {
 }
 
 // `page`: {place, runs, settings, marks}; `mine`: buttons of a chart of one's own.
-function MetricChart({metric, page, level = "h3", big = false, mine = null}) {
+export function MetricChart({metric, page, level = "h3", big = false, mine = null}) {
   const {place, runs, settings, marks} = page;
   const root = useElement();
   const inSight = useInSight(root);

@@ -15,7 +15,6 @@ import {runName} from "../names.js";
 import {LongText, Marked} from "./conversation.js";
 import {Chips, Pager, Panes, cycled, nearestLine, usePages} from "./reading.js";
 
-const PAGE = 100;
 const FIRST = {first: null};
 const SORTS = [
   ["differ", "conditions differ most"],
@@ -63,8 +62,8 @@ export function Problems() {
   const {place, query, patch} = useAddress();
   const {family} = useRuns(place);
   const {set, sort, tag, text, id} = query;
-  const pages = usePages(PAGE);
-  const question = {at: place, set, sort, tag, text, first: pages.first, count: PAGE};
+  const pages = usePages();
+  const question = {at: place, set, sort, tag, text, first: pages.first, count: pages.count};
   const answer = useAnswer("problems", question, {kinds: ["evals"], wait: 3000});
   const {data} = answer;
   const conditions = useMemo(() => {

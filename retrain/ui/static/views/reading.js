@@ -8,6 +8,8 @@ import {useAnswer, useRuns} from "../lib/answer.js";
 import {later} from "../lib/browser.js";
 import {html, useEffect, useMemo, useRef, useState} from "../lib/html.js";
 
+const PAGE = 100;
+
 // Return the run, split and iterations that the address names. A run that has sampled nothing as that split leads to a
 // split that it has. `ready` says whether there is something to ask for.
 export function useSampled() {
@@ -140,22 +142,22 @@ export function cycled(list, value, by) {
 }
 
 // Return the first row of the page in sight, and what leads a page back or on, as far as there are rows.
-export function usePages(size) {
+export function usePages() {
   const {query, patch} = useAddress();
   const first = Math.max(0, Number(query.first) || 0);
   const turn = (by, total) => {
-    const to = first + by * size;
-    if (to > -size && (by < 0 || to < total)) patch({first: Math.max(0, to) || null});
+    const to = first + by * PAGE;
+    if (to > -PAGE && (by < 0 || to < total)) patch({first: Math.max(0, to) || null});
   };
-  return {first, size, turn};
+  return {first, count: PAGE, turn};
 }
 
-export function Pager({pages: {first, size, turn}, shown, total}) {
-  if (total <= size && first === 0) return null;
+export function Pager({pages: {first, count, turn}, shown, total}) {
+  if (total <= count && first === 0) return null;
   return html`<div class="tools">
     ${button("← previous", () => turn(-1, total), {disabled: first === 0})}
     <span class="small">${shown ? first + 1 : 0} to ${first + shown} of ${total}</span>
-    ${button("next →", () => turn(1, total), {disabled: first + size >= total})}
+    ${button("next →", () => turn(1, total), {disabled: first + count >= total})}
   </div>`;
 }
 

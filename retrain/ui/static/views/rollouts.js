@@ -14,7 +14,6 @@ import {Pager, Panes, PromptLink, SampledAnswer, SampledTools} from "./reading.j
 import {beside, splitName, usePages, useSampled} from "./reading.js";
 import {Filters, Groups, Rewards, Samples, filtersOf} from "./rollouts_parts.js";
 
-const PAGE = 100;
 const SIDE_BY_SIDE = 16;
 
 export function Rollouts() {
@@ -26,10 +25,11 @@ function OneStep() {
   const {query, patch} = useAddress();
   const sampled = useSampled();
   const {run, split, ready, empty} = sampled;
-  const pages = usePages(PAGE);
+  const pages = usePages();
   const index = query.index === undefined ? null : Number(query.index);
   const {iteration, sort, down} = query;
-  const question = {at: run, split, iteration, sort, down, first: pages.first, count: PAGE, ...filtersOf(query)};
+  const {first, count} = pages;
+  const question = {at: run, split, iteration, sort, down, first, count, ...filtersOf(query)};
   const kinds = iteration === undefined ? ["metrics", "evals"] : null;
   const list = useAnswer("rollouts", ready ? question : null, {kinds, wait: 3000});
   const {data} = list;

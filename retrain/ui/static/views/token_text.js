@@ -25,11 +25,6 @@ export function startsOf(pieces) {
   return pieces.map((turn) => (at += turn.length) - turn.length);
 }
 
-function TokenSpans({pieces, first}) {
-  const spans = pieces.map((piece, k) => html`<span class=${kindOf(piece)} data-at=${first + k}>${piece}</span>`);
-  return html`<div class="tokentext" dir="auto">${spans.length ? spans : EMPTY_TEXT}</div>`;
-}
-
 /** Return what pointing, clicking and keys do over tokens; `onPick(i, byKeys)`, `onPoint(i | null)`. */
 function tokenEvents({count, chosen, onPick, onPoint}) {
   const of = (event) => {
@@ -67,7 +62,10 @@ export function TokenArea({label, line, pieces, values, scale, chosen, onPick, o
   const kinds = useMemo(() => (pieces || []).flat().map(kindOf), [pieces]);
   const content = useMemo(() => {
     const starts = startsOf(pieces || []);
-    const body = (turn, k) => html`<${TokenSpans} pieces=${pieces[k]} first=${starts[k]} />`;
+    const span = (first) => (piece, i) => html`<span class=${kindOf(piece)} data-at=${first + i}>${piece}</span>`;
+    const body = (turn, k) => html`<div class="tokentext" dir="auto">
+      ${pieces[k].length ? pieces[k].map(span(starts[k])) : EMPTY_TEXT}
+    </div>`;
     return html`${children}<${Turns} line=${line} body=${pieces ? body : null} />`;
   }, [line, pieces]);
   useLayoutEffect(() => {
