@@ -1,15 +1,15 @@
 // The page's frame: header, navigation, the view that the address names, and the server's events.
 
-import {listen} from "./api.js";
+import {get, listen} from "./api.js";
 import {switchTheme, themeChanged} from "./colours.js";
 import {Empty, Failed} from "./components/states.js";
 import {madeAt} from "./copy.js";
 import {frameKey, help, startKeys} from "./keys.js";
-import {AddressContext, go, link, onRoute, startRouter} from "./lib/address.js";
+import {AddressContext, go, link, startRouter} from "./lib/address.js";
 import {html, render, useErrorBoundary} from "./lib/html.js";
 import {EVERY_KIND, announce} from "./lib/answer.js";
 import {nameOf} from "./names.js";
-import {owner, readPlaces} from "./places.js";
+import {owner, setPlaces} from "./places.js";
 import {Campaign} from "./views/campaign.js";
 import {Campaigns} from "./views/campaigns.js";
 import {Compare} from "./views/compare.js";
@@ -48,7 +48,6 @@ let state = null;
 /** @type {"" | "live" | "lost" | "copy"} */
 let connection = "";
 
-/** Return the view of a state; undefined where there is none, or it lacks a place. @param {State} state */
 function viewOf({view, place}) {
   return VIEWS.find((each) => each.view === view && (each.at === "none" || place));
 }
@@ -63,7 +62,7 @@ function Bar({state: {view, place}}) {
     return html`<a key=${each.view} href=${link(each.view, target)} aria-current=${current}>${each.title}</a>`;
   };
   const shown = WITH_PLACE.filter((each) => each.at !== "campaign" || whole || !above);
-  const words = {"": "", live: "live", lost: "connection lost", copy: connection === "copy" && `copy of ${madeAt()}`};
+  const words = {"": "", live: "live", lost: "connection lost", copy: `copy of ${madeAt}`};
   return html`<nav class="crumbs" aria-label="place">
       <a href=${link("campaigns")} class="mark">retrain</a>
       ${above && crumb(whole ? "campaign" : "metrics", above.place, above.name)}
@@ -140,7 +139,11 @@ function show(next) {
   main.dataset.view = next.view;
   if (view) follow(next.place);
   // The view in sight says what is wrong.
-  if (next.place && !owner(next.place)) readPlaces().then(draw, () => {});
+  const known = ({places}) => setPlaces(places);
+  if (next.place && !owner(next.place))
+    get("places")
+      .then(known)
+      .then(draw, () => {});
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themeChanged);
@@ -154,5 +157,4 @@ WITH_PLACE.forEach(({title}, i) =>
   }),
 );
 main.replaceChildren();
-onRoute(show);
-startRouter();
+startRouter(show);

@@ -22,9 +22,8 @@ export function isCopy() {
   return KEPT !== null;
 }
 
-export function madeAt() {
-  return KEPT.made;
-}
+/** On which day the copy was made. */
+export const madeAt = KEPT && KEPT.made;
 
 function nameOf(name, params) {
   const pairs = Object.entries(params).filter(

@@ -1,7 +1,5 @@
 // How numbers are written: as in the reports, with real minus signs and as many digits as mean something.
 
-/** @typedef {number | null | undefined} Maybe */
-
 export const NOTHING = "–";
 
 export function minus(text) {
@@ -85,15 +83,10 @@ export function clock(unix) {
   return new Date(1000 * unix).toLocaleString(undefined, {dateStyle: "medium", timeStyle: "short"});
 }
 
-/** Return the least and the greatest of the values that are known; null where none is. @param {Maybe[]} values */
+// Return the least and the greatest of the values that are known; null where none is.
 export function extent(values) {
-  let [low, high] = [Infinity, -Infinity];
-  for (const value of values) {
-    if (value === null || value === undefined || !Number.isFinite(value)) continue;
-    if (value < low) low = value;
-    if (value > high) high = value;
-  }
-  return low <= high ? [low, high] : null;
+  const known = values.filter(Number.isFinite);
+  return known.length ? [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))] : null;
 }
 
 export function plural(many, word) {

@@ -11,9 +11,7 @@ const frame = new Map();
 /** @type {Set<() => KeyMap | null>} the keys of each component in view */
 const layers = new Set();
 
-export function frameKey(key, words, run) {
-  frame.set(key, [words, run]);
-}
+export const frameKey = (key, words, run) => frame.set(key, [words, run]);
 
 // Bind keys while the component is mounted; what they do may change with each rendering.
 export function useKeys(/** @type {KeyMap | null} */ map) {
@@ -26,20 +24,17 @@ export function useKeys(/** @type {KeyMap | null} */ map) {
   }, []);
 }
 
-/** Return the keys of all components in view. @returns {KeyMap} */
+/** @returns {KeyMap} */
 function pageKeys() {
   return Object.assign({}, ...[...layers].map((layer) => layer()));
 }
 
-function isTyping(target) {
-  const field = "input:not([type=checkbox]):not([type=radio]):not([type=range]), textarea, select, [contenteditable]";
-  return target.closest && target.closest(field);
-}
+const TYPING = "input:not([type=checkbox]):not([type=range]), select";
 
 function onKeyDown(event) {
   const target = /** @type {HTMLElement} */ (event.target);
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (isTyping(target)) {
+  if (target.closest && target.closest(TYPING)) {
     if (event.key === "Escape") target.blur();
     return;
   }
@@ -53,10 +48,9 @@ function onKeyDown(event) {
 
 function search() {
   const field = /** @type {HTMLInputElement | null} */ (document.querySelector("main input[type=search]"));
-  if (field) {
-    field.focus();
-    field.select();
-  }
+  if (!field) return;
+  field.focus();
+  field.select();
 }
 
 export function startKeys() {
@@ -83,10 +77,7 @@ function KeyTable({caption, rows}) {
 
 export function help() {
   const open = /** @type {HTMLDialogElement | null} */ (document.getElementById("help"));
-  if (open) {
-    open.close();
-    return;
-  }
+  if (open) return open.close();
   const rows = (entries) => entries.map(([key, [words]]) => [key, words]);
   const own = rows(Object.entries(pageKeys()));
   const charts = document.querySelector("main .plot[tabindex]");

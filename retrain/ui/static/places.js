@@ -1,6 +1,5 @@
 // What there is: the list of campaigns and runs, read by the page that shows it, and who holds a place.
 
-import {get} from "./api.js";
 import {holder} from "./names.js";
 
 /** @type {{place: string, name: string, kind: string}[]} and more, as /api/places has it */
@@ -8,10 +7,6 @@ let list = [];
 
 export function setPlaces(places) {
   list = places;
-}
-
-export async function readPlaces() {
-  setPlaces((await get("places")).places);
 }
 
 /** Return the campaign or run of the list that holds a place, itself or a run's campaign; null where none does. */

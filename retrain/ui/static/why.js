@@ -11,13 +11,11 @@ import {link} from "./lib/address.js";
 const MOST_RUNS = 12;
 const UNKNOWN = "The catalogue has no definition of this key: it comes from your own code or from another tool.";
 
-/** Open the explanation of a metric of these runs. */
 export function why(key, runs) {
   const places = runs.slice(0, MOST_RUNS).map((run) => run.place);
   openDialog({title: key, class: "why"}, html`<${Why} metricKey=${key} places=${places} />`);
 }
 
-// Fetch a metric's definition, and its value and notes of each run that has them.
 async function explanation(key, places) {
   const answers = await Promise.allSettled(places.map((at) => get("why", {key, at})));
   const good = answers.flatMap((each, i) => (each.status === "fulfilled" ? [{...each.value, place: places[i]}] : []));
@@ -56,13 +54,10 @@ function Why({metricKey, places}) {
   const note = ({level, run, step, text, remedy}) => html`<li class=${level === "warning" ? "warn" : null}>
     ${`${run}, step ${step}: ${text}`}${remedy && html`<div class="muted">${remedy}</div>`}
   </li>`;
+  const noted = () => html`<h3>Noted here</h3><ul class="plain">${notes.map(note)}</ul>`;
   const notes = answers.flatMap((each) => each.notes.map((one) => ({...one, run: nameOf(each.place)})));
   return html`<p class=${metric.definition ? null : "muted"}>${metric.definition || UNKNOWN}</p>
     <dl class="facts">${facts.map(([name, value]) => html`<dt key=${name}>${name}</dt><dd>${value}</dd>`)}</dl>
-    ${
-      notes.length
-        ? html`<h3>Noted here</h3><ul class="plain">${notes.map(note)}</ul>`
-        : html`<p class="muted">Nothing was noted about it here.</p>`
-    }
+    ${notes.length ? noted() : html`<p class="muted">Nothing was noted about it here.</p>`}
     <p class="small"><a href=${link("notes", places[0])}>all notes and the log</a></p>`;
 }

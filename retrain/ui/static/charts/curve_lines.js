@@ -3,11 +3,6 @@
 import {nameOf} from "../names.js";
 import {columnsOf, isValue} from "./data.js";
 
-/**
- * @typedef {import("./data.js").Line} Line
- * @typedef {{key: string, spread?: {min: string, max: string} | null}} Metric
- */
-
 // Bands of more runs would hide each other.
 export const MOST_BANDS = 4;
 
@@ -23,7 +18,6 @@ function bandOf(run, x, metric) {
   return same ? {low: ends[0].y, high: ends[1].y} : {};
 }
 
-/** Return a line for each run of /api/columns. @returns {Line[]} */
 export function runLines(runs, metric, keeps) {
   const shown = runs.filter((run) => run.columns[metric.key] && keeps(run, nameOf(run.place)));
   // Seed by seed, so that no condition lies wholly over another.
@@ -37,36 +31,30 @@ export function runLines(runs, metric, keeps) {
   });
 }
 
-/** @returns {Line} */
 function meanLine({label, index, mean, band, raw = null, n}, key) {
   return {name: label, index, kind: "mean", sparse: key.startsWith("eval/"), n, raw, ...columnsOf(mean, band)};
 }
 
-/** Return the means of an answer of /api/curves; with `thin` also a line for each run. @returns {Line[]} */
+// Return the means of an answer of /api/curves; with `thin` also a line for each run.
 export function conditionLines({key, smoothing, conditions}, thin) {
-  const line = ({label, index, runs}) =>
-    runs.map((run) => {
-      const name = lineName({label, seed: run.seed});
-      const sparse = key.startsWith("eval/");
-      return {name, index, kind: /** @type {const} */ ("thin"), sparse, ...columnsOf(run.points)};
-    });
+  const sparse = key.startsWith("eval/");
+  const lineOf = ({label, index}, {seed, points}) => {
+    const name = lineName({label, seed});
+    return {name, index, kind: "thin", sparse, ...columnsOf(points)};
+  };
   const means = conditions.filter((each) => each.mean.length);
   const isRaw = smoothing === "none";
   return [
-    ...(thin || !means.length ? conditions.flatMap(line) : []),
+    ...(thin || !means.length ? conditions.flatMap((each) => each.runs.map((run) => lineOf(each, run))) : []),
     ...means.map((each) => meanLine(isRaw ? {...each, raw: null} : each, key)),
   ];
 }
 
-/** Return the paired differences of an answer of /api/curves. @returns {Line[]} */
 export function differenceLines({key, differences}) {
   return differences.map((each) => meanLine({...each, raw: null}, key));
 }
 
-/**
- * Return how many seeds there are from each x on; null where no condition has two.
- * @returns {import("./paint.js").Counts[] | null}
- */
+// Return how many seeds there are from each x on; null where no condition has two.
 export function countsOf(conditions) {
   if (!conditions.some((each) => each.runs.length > 1)) return null;
   return conditions.map(({index, count}) => ({index, x: count.map(([x]) => x), n: count.map(([, n]) => n)}));

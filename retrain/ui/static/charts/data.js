@@ -7,7 +7,7 @@ import {table} from "./save.js";
  * @typedef {object} Line
  * @property {string} name
  * @property {number} index of its condition: colour, dash and shape
- * @property {"mean" | "run" | "thin" | "shade" | "points"} [kind] points: marks that no line joins
+ * @property {"mean" | "run" | "thin" | "points"} [kind] points: marks that no line joins
  * @property {number[]} x
  * @property {Values} y null where there is no value
  * @property {Values | null} [low] of its band
@@ -23,9 +23,7 @@ const MANY_POINTS = 6000;
 const PLACES = 4000;
 const MOST_RAW = 6;
 
-export function isValue(value) {
-  return value !== null && value !== undefined;
-}
+export const isValue = (value) => value !== null && value !== undefined;
 
 // Move x to the nearest of so many places in sight: far less than a pixel, and lines of many runs share them.
 function placed(lines, zoom) {
@@ -37,12 +35,11 @@ function placed(lines, zoom) {
 }
 
 /**
- * Return one common list of x, and [y, low, high] of every line on it: undefined where a line has no point. `rough` is
- * given where x may be moved within a pixel.
- * @param {{zoom?: number[] | null} | null} rough
+ * Return one common list of x, and [y, low, high] of every line on it: undefined where a line has no point. With
+ * `rough` ({zoom}) x may be moved within a pixel.
  * @returns {{x: number[], columns: (Values | null)[][]}}
  */
-export function aligned(lines, rough = null) {
+export function aligned(lines, /** @type {any} */ rough = null) {
   const points = lines.reduce((sum, line) => sum + line.x.length, 0);
   const moved = rough && points > MANY_POINTS ? placed(lines, rough.zoom) : lines;
   const tables = moved.map(({x, y, low, high}) => [x, y, ...(low ? [low, high] : [])]);
@@ -68,35 +65,23 @@ export function flat(low, high) {
   return low < high && high - low < least ? [centre - least / 2, centre + least / 2] : [low, high];
 }
 
-/** Return a line's point that is nearest to x, or the last one with a value before it. @returns {Point | null} */
+/** @returns {Point | null} the last one with a value up to this index */
+function lastUpTo(line, index) {
+  const i = line.y.findLastIndex((y, at) => at <= index && isValue(y));
+  return i < 0 ? null : {x: line.x[i], y: line.y[i], i};
+}
+
+// Return a line's point that is nearest to x, or the last one with a value before it.
 export function valueAt(line, x) {
-  let [low, high, nearest] = [0, line.x.length - 1, -1];
-  while (low <= high) {
-    const mid = (low + high) >> 1;
-    if (line.x[mid] <= x) {
-      nearest = mid;
-      low = mid + 1;
-    } else high = mid - 1;
-  }
-  const next = nearest + 1;
-  if (next < line.x.length && (nearest < 0 || line.x[next] - x < x - line.x[nearest])) nearest = next;
-  return lastBefore(line, nearest);
+  const before = line.x.findLastIndex((at) => at <= x);
+  const next = before + 1;
+  const isNext = next < line.x.length && (before < 0 || line.x[next] - x < x - line.x[before]);
+  return lastUpTo(line, isNext ? next : before);
 }
 
 // Return a line's last point, of those up to the end of the part in sight.
 export function last(line, zoom) {
-  let i = line.y.length - 1;
-  while (i >= 0 && zoom && line.x[i] > zoom[1]) i -= 1;
-  return lastBefore(line, i);
-}
-
-/** @returns {Point | null} */
-function lastBefore(line, from) {
-  for (let i = from; i >= 0; i -= 1) {
-    const y = line.y[i];
-    if (y !== null && y !== undefined) return {x: line.x[i], y, i};
-  }
-  return null;
+  return lastUpTo(line, zoom ? line.x.findLastIndex((at) => at <= zoom[1]) : line.x.length - 1);
 }
 
 // Return [[x, y]…] and [[x, low, high]…] as columns.
@@ -109,34 +94,21 @@ export function columnsOf(points, band) {
   return {x, y, low: x.map((at) => end(at, 0)), high: x.map((at) => end(at, 1))};
 }
 
-/**
- * Return the lines with a faint one behind each that is smoothed, of what it is smoothed from; of many lines none.
- * @returns {Line[]}
- */
+// Return the lines with a faint one behind each that is smoothed, of what it is smoothed from; of many lines none.
 export function withRaw(lines) {
-  if (lines.filter((line) => line.raw).length > MOST_RAW) return lines;
-  const raw = lines.flatMap((line) =>
-    line.raw
-      ? [{name: `${line.name} raw`, index: line.index, kind: /** @type {"thin"} */ ("thin"), x: line.x, y: line.raw}]
-      : [],
-  );
-  return [...raw, ...lines];
+  const smoothed = lines.filter((line) => line.raw);
+  if (smoothed.length > MOST_RAW) return lines;
+  return [
+    ...smoothed.map(({name, index, x, raw: y}) => ({name: `${name} raw`, index, kind: "thin", x, y})),
+    ...lines,
+  ];
 }
 
 export function csv(xTitle, lines) {
   const {x, columns} = aligned(lines);
-  const heads = [xTitle];
-  /** @type {Values[]} */
-  const values = [];
-  lines.forEach((line, i) =>
-    columns[i].forEach((column, which) => {
-      if (!column) return;
-      heads.push(line.name + ["", " low", " high"][which]);
-      values.push(column);
-    }),
-  );
-  return table(
-    heads,
-    x.map((at, i) => [at, ...values.map((column) => column[i])]),
-  );
+  const ends = ["", " low", " high"];
+  const named = lines.flatMap(({name}, i) => columns[i].map((values, which) => ({name: name + ends[which], values})));
+  const all = named.filter(({values}) => values);
+  const rows = x.map((at, i) => [at, ...all.map(({values}) => values && values[i])]);
+  return table([xTitle, ...all.map(({name}) => name)], rows);
 }

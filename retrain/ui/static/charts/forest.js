@@ -4,34 +4,18 @@ import {colour} from "../colours.js";
 import {Hatch} from "../components/interval_bar.js";
 import {Mark} from "../components/marks.js";
 import {extent, shortened, tickText} from "../format.js";
-import {html, useId, useRef} from "../lib/html.js";
+import {html, useElement, useId} from "../lib/html.js";
 import {useWidth} from "../lib/width.js";
 import {SaveMenu, standaloneCopy} from "./save.js";
 import {linearTicks} from "./ticks.js";
 
-/**
- * @typedef {object} ForestRow
- * @property {string} name
- * @property {number} index of the condition
- * @property {{value: number, hint: string}[]} values
- * @property {number | null} centre
- * @property {[number, number] | null} interval
- * @property {string} note the numbers in words
- * @property {[number, number] | null} [wider] the interval on new problems, drawn as a thin line
- * @property {boolean} [open] nothing may be concluded yet
- * @typedef {{label: string, xTitle: string, unit: string, zero?: boolean, margin?: number | null}} ForestOptions
- */
-
 const LETTER = 6.9;
 const TOP = 6;
 
-/**
- * A card with a picture (its only `svg.chart`) that can be saved.
- * @param {{heading: string, words?: string, title: string, csv: () => string, children?: any}} props
- */
+// A card with a picture (its only `svg.chart`) that can be saved.
 export function FigureCard({heading, words, title, csv, children}) {
-  const root = useRef(/** @type {HTMLElement | null} */ (null));
-  const picture = () => standaloneCopy(/** @type {HTMLElement} */ (root.current).querySelector("svg.chart"));
+  const root = useElement();
+  const picture = () => standaloneCopy(root.current.querySelector("svg.chart"));
   return html`<figure class="card" ref=${root}>
     <div class="head">
       <h2>${heading}${words && html`<small>${words}</small>`}</h2>
@@ -41,7 +25,9 @@ export function FigureCard({heading, words, title, csv, children}) {
   </figure>`;
 }
 
-/** @param {ForestOptions & {rows: ForestRow[]}} props */
+// A row: `name` and `index` of its condition, `values` of {value, hint}, their `centre` and `interval` (null: none),
+// the numbers in words as `note`, `wider`: the interval on new problems, drawn as a thin line, and `open`: whether
+// nothing may be concluded yet.
 export function Forest(props) {
   const [root, width] = useWidth();
   return html`<div class="forest" ref=${root}>
@@ -62,19 +48,15 @@ function axisOf(values, width) {
   return Object.assign(at, {step, ticks});
 }
 
-/** @param {ForestOptions & {rows: ForestRow[], width: number}} props */
 function ForestPicture({rows, label, xTitle, unit, zero, margin, width}) {
   // Where a name and its numbers do not fit into one line they take two.
   const narrow = rows.some(({name, note}) => 1.1 * LETTER * (name.length + note.length) + 40 > width);
   const pitch = narrow ? 74 : 58;
   const bottom = TOP + pitch * rows.length;
-  const numbers = rows.flatMap((row) => [
-    ...row.values.map((each) => each.value),
-    ...[...(row.interval || []), ...(row.wider || [])],
-    row.centre,
-  ]);
-  const x = axisOf([...numbers, zero ? 0 : null, ...(margin ? [margin, -margin] : [])], width);
+  const numbers = rows.map((row) => [row.values.map((each) => each.value), row.interval, row.wider, row.centre]);
+  const x = axisOf([numbers, zero ? 0 : null, margin ? [margin, -margin] : null].flat(3), width);
   const size = {viewBox: `0 0 ${width} ${bottom + 42}`, width, height: bottom + 42};
+  const place = {x, width, narrow, unit};
   const tick = (at) => html`<line class="grid" x1=${x(at)} x2=${x(at)} y1=${TOP} y2=${bottom} />
     <text x=${x(at)} y=${bottom + 16} text-anchor="middle">${tickText(at, x.step, unit)}</text>`;
   return html`<svg class="chart" ...${size} role="img" aria-label=${label}>
@@ -85,15 +67,11 @@ function ForestPicture({rows, label, xTitle, unit, zero, margin, width}) {
       </rect>`
     }
     ${x.ticks.map(tick)} ${zero && html`<line class="zero" x1=${x(0)} x2=${x(0)} y1=${TOP} y2=${bottom} />`}
-    ${rows.map((row, i) => {
-      const place = {x, top: TOP + pitch * i, width, narrow, unit};
-      return html`<${Row} key=${row.name} row=${row} ...${place} />`;
-    })}
+    ${rows.map((row, i) => html`<${Row} key=${row.name} row=${row} top=${TOP + pitch * i} ...${place} />`)}
     <text x=${width / 2} y=${bottom + 36} text-anchor="middle">${xTitle}</text>
   </svg>`;
 }
 
-/** @param {{row: ForestRow, x: any, top: number, width: number, narrow: boolean, unit: string}} props */
 function Row({row, x, top, width, narrow, unit}) {
   const hatch = useId();
   const {name, index, values, centre, interval, wider, note, open} = row;
@@ -104,15 +82,8 @@ function Row({row, x, top, width, narrow, unit}) {
   const ends = ([low, high]) => `95 % interval from ${tickText(low, 1e-3, unit)} to ${tickText(high, 1e-3, unit)}`;
   const bar =
     interval &&
-    html`<rect
-      x=${x(interval[0])}
-      y=${middle - 6}
-      width=${Math.max(1.5, x(interval[1]) - x(interval[0]))}
-      height="12"
-      rx="1.5"
-      fill=${open ? `url(#${hatch})` : paint}
-      fill-opacity=${open ? 1 : 0.3}
-    >
+    html`<rect x=${x(interval[0])} y=${middle - 6} width=${Math.max(1.5, x(interval[1]) - x(interval[0]))}
+      height="12" rx="1.5" fill=${open ? `url(#${hatch})` : paint} fill-opacity=${open ? 1 : 0.3}>
       <title>${ends(interval)}</title>
     </rect>`;
   const thin = wider && {x1: x(wider[0]), x2: x(wider[1]), y1: middle, y2: middle};

@@ -7,16 +7,11 @@ import {FigureCard} from "./forest.js";
 import {table} from "./save.js";
 import {linearTicks} from "./ticks.js";
 
-/** @typedef {{counts: number[], name?: string, index?: number, note?: string}} HistogramRow */
-
 export const WIDTH = 520;
 const LEFT = 34;
 const RIGHT = WIDTH - 10;
 
-/**
- * @param {{row: HistogramRow, edges: number[], most: number, noun: string, x: (value: number) => number, top: number,
- *   bottom: number}} props `most`: what the whole height stands for
- */
+// `most`: what the whole height stands for.
 function Bars({row: {counts, name, index = 0, note}, edges, most, noun, x, top, bottom}) {
   const y = (n) => bottom - (n / most) * (bottom - top);
   const line = (n) => html`<line class="grid" x1=${LEFT} x2=${RIGHT} y1=${y(n)} y2=${y(n)} />
@@ -33,10 +28,8 @@ function Bars({row: {counts, name, index = 0, note}, edges, most, noun, x, top, 
     ${note && html`<text x=${RIGHT} y=${top - 8} text-anchor="end">${note}</text>`}`;
 }
 
-/**
- * A card of histograms of the values called `name`; `noun`: what is counted.
- * @param {{title: string, words: string, rows: HistogramRow[], edges: number[], name: string, noun?: string}} props
- */
+// A card of histograms of the values called `name`; `noun`: what is counted. A row has `counts`, and may have `name`,
+// `index` of its condition and `note`.
 export function Distribution({title, words, rows, edges, name, noun = "completion"}) {
   const csv = () => {
     const bins = rows[0].counts.map((_, i) => [edges[i], edges[i + 1], ...rows.map(({counts}) => counts[i])]);
@@ -48,10 +41,7 @@ export function Distribution({title, words, rows, edges, name, noun = "completio
   <//>`;
 }
 
-/**
- * Rows are drawn to one scale of shares, so that conditions with unlike counts can be compared.
- * @param {{rows: HistogramRow[], edges: number[], name: string, noun: string, label: string}} props
- */
+// Rows are drawn to one scale of shares, so that conditions with unlike counts can be compared.
 function Histograms({rows, edges, name, noun, label}) {
   const [low, high] = edges.length ? [edges[0], edges[edges.length - 1]] : [0, 1];
   const x = (value) => LEFT + ((value - low) / (high - low || 1)) * (RIGHT - LEFT);

@@ -4,11 +4,10 @@ import {SHAPES, css, faded, ink, shapeOf} from "../colours.js";
 
 /**
  * @typedef {{low?: number | null, high?: number | null}} Healthy
- * @typedef {{x: number, kind: "resume" | "checkpoint" | "evaluation", text?: string}} EventMark
+ * @typedef {{x: number, kind: "resume" | "checkpoint" | "evaluation"}} EventMark
  * @typedef {{index: number, x: number[], n: number[]}} Counts how many seeds there are from each x on
  */
 
-// Height of a row of the strip of counts.
 export const STRIP = 4;
 const MARK_COLOURS = {resume: "--bad", checkpoint: "--muted", evaluation: "--accent"};
 
@@ -18,12 +17,7 @@ const MOST_SHAPES = 12;
 // value where there are few (`all`), else at a dozen of them.
 export function shapes(index, radius, all) {
   const shape = SHAPES[shapeOf(index)];
-  return (
-    /** @type {any} */ u,
-    /** @type {number} */ series,
-    /** @type {number} */ first,
-    /** @type {number} */ last,
-  ) => {
+  return (u, series, first, last) => {
     const {top, height, left, width} = u.bbox;
     const r = radius * (devicePixelRatio || 1);
     const [xs, ys] = [u.data[0], u.data[series]];
@@ -52,7 +46,6 @@ function horizontal(u, y, stroke, dash) {
   ctx.stroke();
 }
 
-// Paint the healthy range and the line at zero on a chart of uPlot.
 export function paintBehind(u, /** @type {any} */ {healthy, zero, logY}) {
   const {ctx, bbox} = u;
   ctx.save();

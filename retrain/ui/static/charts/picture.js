@@ -5,13 +5,9 @@ import {DASHES, SHAPES, css, dashOf, ink, shapeOf} from "../colours.js";
 const FONT = "system-ui, sans-serif";
 const [LEFT, ROW, SWATCH] = [10, 18, 28];
 
-/**
- * Return the picture of a chart of uPlot; of many `lines` the legend names their groups.
- * @param {import("./data.js").Line[]} lines
- * @returns {HTMLCanvasElement}
- */
+// Return the picture of a chart of uPlot; of many `lines` the legend names their groups.
 export function pictureOf(chart, title, lines) {
-  const named = lines.filter((line) => line.kind !== "thin" && line.kind !== "shade");
+  const named = lines.filter((line) => line.kind !== "thin");
   const nameOf = (line) => (named.length > 6 && line.group) || line.name;
   const scale = devicePixelRatio || 1;
   const drawn = chart.ctx.canvas;

@@ -30,13 +30,13 @@ import {xSteps, xTexts, yTexts} from "./ticks.js";
  */
 
 const FONT = '12px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif';
-const STROKES = {mean: [2, 1], run: [1.3, 0.85], thin: [1, 0.28], shade: [0, 0], points: [0, 0.6]};
+const STROKES = {mean: [2, 1], run: [1.3, 0.85], thin: [1, 0.28], points: [0, 0.6]};
 
 // Many lines are drawn thinner and lighter, so that none hides the others.
 function seriesOf(line, many) {
   const kind = line.kind || "run";
   const [width, alpha] = kind === "run" && many ? [1, 0.5] : STROKES[kind];
-  const few = line.x.length < 40 && kind !== "thin" && kind !== "shade";
+  const few = line.x.length < 40 && kind !== "thin";
   const stroke = () => ink(line.index, alpha);
   const show = line.sparse || few || line.x.length === 1;
   return {
@@ -55,18 +55,13 @@ const LEAST_DRAG = 6; // px
 const DOUBLE_CLICK_MS = 300;
 const EDGE = {stroke: "transparent", width: 0, points: {show: false}};
 
-/**
- * Return the range of the y axis for values from low to high.
- * @param {PlotOptions} options
- * @param {{low: number, high: number} | null} limits
- */
-function yRange({range, full, zero, logY, zoom}, limits, least, most) {
+// Return the range of the y axis for values from `least` to `most`.
+function yRange(/** @type {PlotOptions} */ {range, full, zero, logY, zoom}, limits, least, most) {
   if (least === null || least === undefined || most === null) return logY ? [0.1, 1] : [0, 1];
   let [low, high] = [least, most];
   if (logY) return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
   if (limits && !zoom) [low, high] = [Math.max(low, limits.low), Math.min(high, limits.high)];
-  const min = range ? range.min : null;
-  const max = range ? range.max : null;
+  const {min, max} = range || {min: null, max: null};
   if (min !== null && max !== null && max > min) {
     const inside = low >= min && high <= max;
     if (full || (inside && high - low >= 0.4 * (max - min))) return [Math.min(low, min), Math.max(high, max)];
@@ -238,10 +233,7 @@ export class Plot {
     return start < end ? [start, end] : [start - 0.5, start + 0.5];
   }
 
-  /**
-   * Return every x in sight at which some line has a value.
-   * @returns {number[]}
-   */
+  /** @returns {number[]} every x in sight at which some line has a value */
   places() {
     if (!this.data || !this.chart) return [];
     const [x, ...columns] = this.data;

@@ -5,11 +5,6 @@ import {Menu} from "../components/inputs.js";
 import {download, showToast} from "../lib/browser.js";
 import {html} from "../lib/html.js";
 
-/**
- * @typedef {SVGSVGElement | HTMLCanvasElement} Picture
- * @typedef {{title: string, csv: () => string, picture: () => Picture}} Saved what a chart gives to be saved
- */
-
 const SVG = "http://www.w3.org/2000/svg";
 // What a picture takes from the page's style, where it is a file of its own.
 const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-weight"];
@@ -22,7 +17,6 @@ function text(picture) {
   return new XMLSerializer().serializeToString(picture);
 }
 
-/** Return an SVG as a canvas of twice its size. */
 async function canvasOf(picture) {
   const size = picture.viewBox.baseVal;
   const image = new Image();
@@ -35,7 +29,7 @@ async function canvasOf(picture) {
   return canvas;
 }
 
-/** @param {Picture} picture @returns {Promise<Blob>} */
+/** @returns {Promise<Blob>} */
 async function png(picture) {
   const canvas = picture instanceof HTMLCanvasElement ? picture : await canvasOf(picture);
   return new Promise((done, failed) => {
@@ -60,7 +54,7 @@ async function copyPng({picture}) {
   }
 }
 
-// The menu that saves a chart; one that is drawn as SVG can be saved as that too.
+// The menu that saves a chart, of which `get()` returns {title, csv(), picture()}; as SVG too if it is drawn as that.
 export function SaveMenu({get, isSvg = true}) {
   const save = (ending, content, type) => download(fileName(get().title, ending), new Blob([content], {type}));
   const svg = () => save("svg", text(get().picture()), "image/svg+xml");
@@ -73,25 +67,26 @@ export function SaveMenu({get, isSvg = true}) {
   return html`<${Menu} label="save this chart" text="⤓" items=${items} />`;
 }
 
+function setAll(element, attributes) {
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+}
+
 // Return a copy of a picture of the page that stands alone: a file knows nothing of the page's style.
 export function standaloneCopy(picture) {
   const copy = /** @type {SVGSVGElement} */ (picture.cloneNode(true));
   const originals = [...picture.querySelectorAll("*")];
   const {width, height} = picture.viewBox.baseVal;
   const size = getComputedStyle(picture).fontSize;
-  const root = {xmlns: SVG, width, height, "font-family": "system-ui, sans-serif", "font-size": size};
-  for (const [name, value] of Object.entries(root)) copy.setAttribute(name, String(value));
+  setAll(copy, {xmlns: SVG, width, height, "font-family": "system-ui, sans-serif", "font-size": size});
   copy.removeAttribute("class");
   [...copy.querySelectorAll("*")].forEach((element, i) => {
     element.removeAttribute("class");
     if (/^(title|defs|pattern)$/.test(element.tagName)) return;
     const style = getComputedStyle(originals[i]);
-    for (const name of STYLES) element.setAttribute(name, style.getPropertyValue(name));
+    setAll(element, Object.fromEntries(STYLES.map((name) => [name, style.getPropertyValue(name)])));
   });
   const background = document.createElementNS(SVG, "rect");
-  background.setAttribute("width", "100%");
-  background.setAttribute("height", "100%");
-  background.setAttribute("fill", css("--raised"));
+  setAll(background, {width: "100%", height: "100%", fill: css("--raised")});
   copy.prepend(background);
   return copy;
 }
@@ -104,7 +99,6 @@ function cell(value) {
   return /[",\n\r]/.test(safe) ? `"${safe.replace(/"/g, '""')}"` : safe;
 }
 
-// Return CSV: rows of numbers and names under these headings.
 export function table(heads, rows) {
   return [heads, ...rows].map((row) => `${row.map(cell).join(",")}\n`).join("");
 }

@@ -10,7 +10,6 @@ export const X_TITLES = {
   wall: "wall clock",
   rank: "rank kept",
 };
-// What curves of a run can lie over, as choices.
 /** @type {[string, string][]} */
 export const X_CHOICES = ["step", "tokens", "device", "wall"].map((x) => [x, `over ${X_TITLES[x]}`]);
 

@@ -85,8 +85,6 @@ export function Chart({title, lines, words = "", hint = null, level = "h3", tool
   </figure>`;
 }
 
-/** @typedef {{plot: any, onZoom?: ((zoom: number[] | null) => void) | null, zoom?: number[] | null}} Target */
-
 const FEWEST = 3;
 
 // Return the point `by` further than the cursor; without one, the first or the last.

@@ -13,7 +13,6 @@ const SMOOTHINGS = [
   ...["0.6", "0.9", "0.97", "0.99"].map((weight) => [`ema:${weight}`, `EMA ${weight}`]),
   ...[5, 10, 20, 50, 100].map((steps) => [`mean:${steps}`, `mean of ${steps} steps`]),
 ];
-/** The smoothing that a campaign's curves begin with. */
 export const AS_IN_REPORT = ["auto", "smoothed as in the report"];
 
 // Return the smoothing of the address; a copy has the usual one alone.
@@ -21,13 +20,11 @@ function smoothOf(smooth, usual) {
   return isCopy() || !smooth ? usual : smooth;
 }
 
-/** Return the part in sight as the address holds it, "from,to" in units of the x axis; null for all of it. */
 function zoomOf(text = "") {
   const range = text.split(",").map(Number);
   return range.length === 2 && range.every(Number.isFinite) && range[0] < range[1] ? range : null;
 }
 
-/** Return the settings of the address; `plot` holds those that are options of a chart. */
 export function useCurveSettings([usual] = SMOOTHINGS[0]) {
   const {query, patch} = useAddress();
   const {x = "step", smooth, zoom, hide = "", thin, logx, logy, clip, full} = query;
@@ -38,15 +35,9 @@ export function useCurveSettings([usual] = SMOOTHINGS[0]) {
       patch({zoom: text}, {replace: true});
     };
     const axes = {logX: logx === "1", logY: logy === "1", clip: clip === "1", full: full === "1"};
+    const plot = {...axes, zoom: range, onZoom};
     const hidden = new Set(hide.split(",").filter(Boolean).map(Number));
-    return {
-      x,
-      smooth: smoothOf(smooth, usual),
-      thin: thin === "1",
-      hidden,
-      zoom: range,
-      plot: {...axes, zoom: range, onZoom},
-    };
+    return {x, smooth: smoothOf(smooth, usual), thin: thin === "1", hidden, zoom: range, plot};
   }, [x, smooth, zoom, hide, thin, logx, logy, clip, full, patch]);
 }
 
@@ -63,10 +54,7 @@ export function CurveTools({usual, thin, children}) {
     <${AddressTick} name="logx">log x<//><${AddressTick} name="logy">log y<//>${query.zoom && whole}`;
 }
 
-/**
- * Return the metrics of places to choose from, and the chosen one: that of the address, else the first of `first`, else
- * the first that is worth watching.
- */
+// The chosen metric of places is that of the address, else the first of `first`, else the first that is worth watching.
 export function useMetric(at, first = []) {
   const {query} = useAddress();
   const {data} = useAnswer("metrics", {at}, {kinds: ["metrics", "evals"], wait: 4000});
@@ -74,13 +62,8 @@ export function useMetric(at, first = []) {
   const watch = data ? data.watch : [];
   const usual = first[0] || watch[0] || keys[0] || null;
   const watched = [...new Set([...first, ...watch].filter(Boolean))];
-  return {
-    metric: query.key || usual,
-    usual,
-    watched,
-    rest: keys.filter((key) => !watched.includes(key)),
-    isKnown: !!data,
-  };
+  const rest = keys.filter((key) => !watched.includes(key));
+  return {metric: query.key || usual, usual, watched, rest, isKnown: !!data};
 }
 
 export function MetricChoice({of: {usual, watched, rest}}) {
@@ -91,10 +74,7 @@ export function MetricChoice({of: {usual, watched, rest}}) {
 // The legend of groups that the address hides by their index; fewer than two need none.
 export function GroupLegend({groups, hidden}) {
   const {patch} = useAddress();
-  const toggle = ({index}) => {
-    const others = [...hidden].filter((each) => each !== index);
-    patch({hide: (hidden.has(index) ? others : [...others, index]).join(",") || null});
-  };
+  const toggle = ({index}) => patch({hide: [...hidden.symmetricDifference(new Set([index]))].join(",") || null});
   const shown = groups.map((each) => ({...each, hidden: hidden.has(each.index)}));
   return groups.length > 1 && html`<${Legend} groups=${shown} onToggle=${toggle} />`;
 }

@@ -6,18 +6,11 @@ import {copy, later} from "../lib/browser.js";
 import {html, useEffect, useElement, useId, useMemo, useRef} from "../lib/html.js";
 import {runName} from "../names.js";
 
-/** @typedef {[value: string, text: string, hint?: string]} Option the hint is of a button */
-
-/**
- * Return the value of a key of the address, and a function that sets it; the usual value is left out of the address.
- * @returns {[any, (value: any, options?: {replace?: boolean}) => void]}
- */
+// The value of a key of the address, and a function that sets it; the usual value is left out of the address.
 function useKey(name, usual, resets = {}) {
   const {query, patch} = useAddress();
-  return [
-    query[name] || usual,
-    (value, options) => patch({...resets, [name]: value === usual ? null : value}, options),
-  ];
+  const set = (value, options = {}) => patch({...resets, [name]: value === usual ? null : value}, options);
+  return /** @type {const} */ ([query[name] || usual, set]);
 }
 
 // A choice of fewer than two options is not shown; a value that is none of the options stands behind them.
@@ -69,13 +62,11 @@ export function Field({label, value, onEnter, wait, options, wrong = false, clas
   const option = (each) => html`<option key=${each} value=${each} />`;
   const typed = (event) => enter(event.target.value);
   const changed = (event) => onEnter(event.target.value);
-  const looks = {
-    class: [name, wrong && "wrong"].filter(Boolean).join(" ") || null,
-    "aria-invalid": wrong ? "true" : null,
+  const state = {
+    ...{type: "text", "aria-label": label, list: options ? list : null, "aria-invalid": wrong ? "true" : null},
+    ...(wait ? {onInput: typed} : {onChange: changed}),
   };
-  const events = wait ? {onInput: typed} : {onChange: changed};
-  return html`<input ref=${field} type="text" aria-label=${label} list=${options ? list : null} ...${looks} ...${events}
-      ...${attributes} />
+  return html`<input ref=${field} class=${name} ...${state} ...${attributes} />
     ${options && html`<datalist id=${list}>${options.map(option)}</datalist>`}`;
 }
 
@@ -88,18 +79,10 @@ export function AddressSearch({label, name = "q", ...field}) {
   return html`<${AddressField} type="search" name=${name} label=${label} placeholder=${label} ...${field} />`;
 }
 
-// Buttons of which one is pressed.
 export function Tabs({label, options, value, onChoose}) {
-  const button = (/** @type {Option} */ [key, text, hint]) => {
-    const state = {title: hint, "aria-pressed": String(key === value)};
-    return html`<button type="button" key=${key} ...${state} onClick=${() => onChoose(key)}>${text}</button>`;
-  };
-  return html`<div class="segments" role="group" aria-label=${label}>${options.map(button)}</div>`;
-}
-
-export function AddressTabs({name, options, ...rest}) {
-  const [value, choose] = useKey(name, options[0][0]);
-  return html`<${Tabs} ...${rest} options=${options} value=${value} onChoose=${choose} />`;
+  const option = ([key, text, hint]) =>
+    button(text, () => onChoose(key), {key, title: hint, "aria-pressed": String(key === value)});
+  return html`<div class="segments" role="group" aria-label=${label}>${options.map(option)}</div>`;
 }
 
 // A button that opens a list of actions: [text, action].
@@ -109,29 +92,33 @@ export function Menu({label, text, items}) {
     details.current.open = false;
   };
   const leave = ({relatedTarget}) => details.current.contains(relatedTarget) || close();
-  const item = ([name, run]) => {
-    const choose = () => {
-      close();
-      run();
-    };
-    return html`<button type="button" key=${name} onClick=${choose}>${name}</button>`;
+  const choose = (run) => () => {
+    close();
+    run();
   };
+  const item = ([name, run]) => button(name, choose(run), {key: name});
   return html`<details class="menu" ref=${details} onFocusOut=${leave}>
     <summary title=${label} aria-label=${label}>${text}</summary>
     <div>${items.map(item)}</div>
   </details>`;
 }
 
-// A text in full, with a button that copies it.
 export function Copyable({text, label, message, children}) {
   return html`<div class="toml">
     <pre tabindex="0" aria-label=${label}>${text}</pre>
-    <button type="button" onClick=${() => copy(text, message)}>Copy</button>${children}
+    ${button("Copy", () => copy(text, message))}${children}
   </div>`;
 }
 
-/** Return a button of one sign; `label` names it. */
-export function signButton(sign, label, onPress, {hint = label, disabled = false} = {}) {
-  const attributes = {type: "button", class: "bare", title: hint, "aria-label": label, disabled};
-  return html`<button ...${attributes} onClick=${onPress}>${sign}</button>`;
+/** Return a button; further attributes are those of its element. */
+export const button = (content, onClick, attributes = {}) =>
+  html`<button type="button" ...${attributes} onClick=${onClick}>${content}</button>`;
+
+/** Return the attributes of a button that shows its words on pointing alone. */
+export function stateOf(css, words, isPressed) {
+  return {class: css, title: words, "aria-label": words, "aria-pressed": String(isPressed)};
 }
+
+/** Return a button of one sign; `label` names it. */
+export const signButton = (sign, label, onPress, {hint = label, disabled = false} = {}) =>
+  button(sign, onPress, {class: "bare", title: hint, "aria-label": label, disabled});

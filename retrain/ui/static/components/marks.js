@@ -3,8 +3,8 @@
 import {DASHES, SHAPES, colour, dashOf, shapeOf} from "../colours.js";
 import {percent} from "../format.js";
 import {html} from "../lib/html.js";
+import {button} from "./inputs.js";
 
-// A condition's mark at a place of an SVG picture.
 export function Mark({index, x, y, r = 3.4, hint}) {
   const title = hint && html`<title>${hint}</title>`;
   return html`<path class="dot" d=${SHAPES[shapeOf(index)](x, y, r)} fill=${colour(index)}>${title}</path>`;
@@ -14,7 +14,6 @@ function strokeOf(index) {
   return {stroke: colour(index), "stroke-dasharray": DASHES[dashOf(index)].join(" ") || null};
 }
 
-// Colour, dash and shape of a condition, as its lines and marks have them.
 export function Swatch({index}) {
   return html`<svg class="key" viewBox="0 0 26 10" width="26" height="10" aria-hidden="true">
     <line x1="0" x2="26" y1="5" y2="5" stroke-width="2" ...${strokeOf(index)} />
@@ -22,8 +21,8 @@ export function Swatch({index}) {
   </svg>`;
 }
 
-export function Condition({index, children}) {
-  return html`<span class="condition"><${Swatch} index=${index} />${children}</span>`;
+export function Condition({index, label}) {
+  return html`<span class="condition"><${Swatch} index=${index} />${label}</span>`;
 }
 
 // One entry for each group; with `onToggle` they are buttons that hide and show it.
@@ -31,9 +30,8 @@ export function Legend({groups, onToggle}) {
   const entry = ({name, index, hidden = false, hint = null}) => {
     const inside = html`<${Swatch} index=${index} />${name}`;
     if (!onToggle) return html`<span class="condition" key=${name} title=${hint}>${inside}</span>`;
-    const state = {title: hint, class: hidden ? "off" : null, "aria-pressed": String(!hidden)};
-    const toggle = () => onToggle({name, index});
-    return html`<button type="button" key=${name} ...${state} onClick=${toggle}>${inside}</button>`;
+    const state = {key: name, title: hint, class: hidden ? "off" : null, "aria-pressed": String(!hidden)};
+    return button(inside, () => onToggle({name, index}), state);
   };
   return html`<div class="legend">${groups.map(entry)}</div>`;
 }

@@ -6,8 +6,6 @@ import {amount as written, difference, plural} from "../format.js";
 import {html} from "../lib/html.js";
 import {Swatch} from "./marks.js";
 
-/** @typedef {import("../charts/data.js").Line} Line */
-
 const MOST_NAMES = 6;
 
 // `share` says how values are written: as per cent, as "points" of a difference, or plain.
@@ -15,13 +13,12 @@ function amount(value, share) {
   return share === "points" ? difference(value, true) : written(value, share);
 }
 
-/** Return the lines that stand in the legend: means where there are any. @returns {Line[]} */
+// The lines that stand in the legend: means where there are any.
 function leadingLines(lines) {
   const means = lines.filter((line) => line.kind === "mean");
-  return means.length ? means : lines.filter((line) => line.kind !== "shade" && line.kind !== "thin");
+  return means.length ? means : lines.filter((line) => line.kind !== "thin");
 }
 
-/** Return a chart in words: its last values. */
 export function spokenChart(title, {lines, x, share, zoom}) {
   const leading = leadingLines(lines);
   const values = leading.slice(0, 8).flatMap((line) => {
@@ -31,7 +28,6 @@ export function spokenChart(title, {lines, x, share, zoom}) {
   return `${title} over ${X_TITLES[x] || x}, ${plural(leading.length, "line")}. Last values: ${values.join(", ")}.`;
 }
 
-// Return the count of seeds that holds at x.
 function countAt(counts, line, point) {
   const found = counts && counts.find((each) => each.index === line.index);
   if (!found) return null;
@@ -70,7 +66,7 @@ function readings(options) {
   });
   const items = isNamed ? points.map(item) : [];
   // Of the other lines the one next to the pointer has its item too.
-  const others = lines.filter((line) => line.kind !== "shade" && !(isNamed && leading.includes(line)));
+  const others = lines.filter((line) => !(isNamed && leading.includes(line)));
   const near =
     cursor.y === null ? [] : others.map((line) => ({line, point: pointOf(line)})).filter(({point}) => point);
   const far = ({point}) => Math.abs(point.y - cursor.y);

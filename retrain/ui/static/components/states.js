@@ -1,6 +1,8 @@
 // The title of a view, and what it shows where there is no data yet, none at all, or something to say about all of it.
 
 import {html} from "../lib/html.js";
+import {plural} from "../format.js";
+import {button} from "./inputs.js";
 
 export function Title({title, words = "", children = null}) {
   return html`<div class="title"><h1>${title}</h1><p class="muted">${words}</p>${children}</div>`;
@@ -10,7 +12,7 @@ export function Title({title, words = "", children = null}) {
 export function ClosableHead({title, words = "", id = null, onClose}) {
   return html`<div class="head">
     <h2 id=${id}>${title}${words && html`<small>${words}</small>`}</h2>
-    <button type="button" onClick=${onClose}>Close</button>
+    ${button("Close", onClose)}
   </div>`;
 }
 
@@ -28,7 +30,7 @@ export function Failed({error, retry = null}) {
   return html`<div class="state wrong" role="alert">
     <b>${sentence ? "This cannot be shown" : "The server does not answer"}</b>
     <p>${sentence || message}</p>
-    ${retry && html`<button type="button" onClick=${retry}>Try again</button>`}
+    ${retry && button("Try again", retry)}
   </div>`;
 }
 
@@ -37,11 +39,8 @@ export function Failed({error, retry = null}) {
 export function Answered({of, children}) {
   if (of.error && !of.isCurrent) return html`<${Failed} error=${of.error} retry=${of.retry} />`;
   if (of.data === null) return html`<${Loading} />`;
-  const again = html`<button type="button" onClick=${of.retry}>Try again</button>`;
-  const failed =
-    of.error &&
-    html`<${Banner} kind="down" title="Not up to date">${of.error.sentence || of.error.message} ${again}<//>`;
-  return html`${failed}${children(of.data)}`;
+  const words = of.error && html`${of.error.message} ${button("Try again", of.retry)}`;
+  return html`${words && html`<${Banner} kind="down" title="Not up to date">${words}<//>`}${children(of.data)}`;
 }
 
 // One message about the whole view. `kind` is up, down, unclear or "" (no judgement); hatched where it is `open`.
@@ -52,7 +51,7 @@ export function Banner({kind = "", title, open = false, children}) {
 export function NotRecorded({items}) {
   if (!items || !items.length) return null;
   return html`<details class="small muted missing">
-    <summary>not recorded here: ${items.length === 1 ? "1 thing" : `${items.length} things`}</summary>
+    <summary>not recorded here: ${plural(items.length, "thing")}</summary>
     <ul>${items.map((text) => html`<li key=${text}>${text}</li>`)}</ul>
   </details>`;
 }

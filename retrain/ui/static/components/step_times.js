@@ -5,6 +5,7 @@ import {linearTicks} from "../charts/ticks.js";
 import {duration, percent, shortened} from "../format.js";
 import {html} from "../lib/html.js";
 import {useWidth} from "../lib/width.js";
+import {button} from "./inputs.js";
 import {Table, numberColumn} from "./table.js";
 
 const PHASES = ["rollout", "score", "credit", "update", "cohort", "eval", "checkpoint", "record"];
@@ -13,28 +14,36 @@ const BOTTOM = HEIGHT - 26;
 const LEFT = 56;
 const LANE = 24;
 
-/** Return the step of this number, or the last one. */
 export function stepOf(shown, number) {
   return shown.find((each) => String(each.step) === number) || shown[shown.length - 1];
 }
 
-/**
- * Return [phase, colour]: those that every run has in their order, then others.
- * @returns {[string, string][]}
- */
+/** @returns {[phase: string, colour: string][]} */
 function paintOf(names) {
   const all = [...PHASES.filter((name) => names.includes(name)), ...names.filter((name) => !PHASES.includes(name))];
   return all.map((name, i) => [name, name === "other" ? "var(--line)" : `var(--c${(i % 8) + 1})`]);
 }
 
-/** How many steps are in sight at a time. */
 export const WINDOW = 60;
+
+export function rowsFrom(from) {
+  const first = Math.max(0, from);
+  return {from: first, to: first + WINDOW};
+}
+
+/** Return the changes of window and step that lead a step back or forward; null at either end. */
+export function neighbour({shown, from, to, count}, step, by) {
+  const at = shown.indexOf(stepOf(shown, step)) + by;
+  if (at >= 0 && at < shown.length) return {step: String(shown[at].step)};
+  if (at < 0 && from > 0) return {...rowsFrom(from - WINDOW), step: String(shown[0].step - 1)};
+  if (at > 0 && to < count) return {...rowsFrom(to), step: String(shown[shown.length - 1].step + 1)};
+  return null;
+}
 
 // Buttons that lead to the steps before and behind those `shown`, which are `from` to `to` of `count` rows.
 export function StepWindow({shown, from, to, count, words, onMove, children = null}) {
-  const button = (text, start, disabled) =>
-    html`<button type="button" disabled=${disabled} onClick=${() => onMove(start)}>${text}</button>`;
-  return html`${button("◂ earlier", from - WINDOW, from <= 0)}${button("later ▸", to, to >= count)}${children}
+  return html`${button("◂ earlier", () => onMove(from - WINDOW), {disabled: from <= 0})}
+    ${button("later ▸", () => onMove(to), {disabled: to >= count})}${children}
     <span class="muted small">steps ${shown[0].step} to ${shown[shown.length - 1].step}${words}</span>`;
 }
 
@@ -63,10 +72,7 @@ export function StepTimes({shown, phases, lanes, cut = false, step: number, choo
 function PhaseTable({steps, step, paint}) {
   const sum = (of) => steps.reduce((total, each) => total + of(each), 0);
   const total = (name) => sum((each) => each.seconds[name] || 0);
-  const all = Math.max(
-    1e-9,
-    sum((each) => each.end - each.start),
-  );
+  const all = sum((each) => each.end - each.start) || 1e-9;
   const name = ([text, fill]) => html`<span class="swatch" style=${{"--series": fill}} aria-hidden="true" />${text}`;
   const column = (key, title, text) => numberColumn(key, title, ([phase]) => text(phase));
   const columns = [
@@ -83,9 +89,7 @@ function Picture({width, height, label, children}) {
   return html`<svg class="chart" ...${size} role="img" aria-label=${label}>${children}</svg>`;
 }
 
-function timeText(seconds) {
-  return seconds === 0 ? "0" : duration(seconds);
-}
+const timeText = (seconds) => (seconds === 0 ? "0" : duration(seconds));
 
 function StepBars({steps, paint, chosen, width, choose}) {
   const slot = (width - LEFT - 8) / Math.max(1, steps.length);

@@ -2,6 +2,7 @@
 
 import {step, useKeys} from "../keys.js";
 import {html, useEffect, useElement, useMemo} from "../lib/html.js";
+import {button} from "./inputs.js";
 import {Condition} from "./marks.js";
 
 /**
@@ -12,21 +13,18 @@ import {Condition} from "./marks.js";
  * @property {(row: any) => string | number | null | undefined} [value] what the row is sorted by; none: not sortable
  * @property {boolean} [number] aligned to the right
  * @property {boolean} [head] its cells are the rows' headings
- * @property {(row: any) => number | null} [share] of the largest value, from 0 to 1: tints the cell, whose text says it
- *   too
+ * @property {(row: any) => number | null} [share] of the largest value, from 0 to 1: tints the cell
  * @property {string} [hint]
  */
 
 /** @returns {Column} */
-export function numberColumn(key, title, cell, more = {}) {
-  return {key, title, number: true, cell, ...more};
-}
+export const numberColumn = (key, title, cell, more = {}) => ({key, title, number: true, cell, ...more});
 
 /** @type {Column} */
 export const CONDITION_COLUMN = {
   key: "condition",
   title: "condition",
-  cell: ({index, label}) => html`<${Condition} index=${index}>${label}<//>`,
+  cell: (row) => html`<${Condition} ...${row} />`,
 };
 
 /** @param {Column | undefined} column */
@@ -47,11 +45,10 @@ function sorted(rows, column, down) {
 function Heading({column: {key, title, value, number, hint}, active, down, onSort}) {
   const choose = () => onSort(key, active ? !down : Boolean(number));
   const arrow = active ? (down ? " ↓" : " ↑") : "";
-  const button = html`<button type="button" class="bare sort" onClick=${choose}>${title}${arrow}</button>`;
   const isSortable = value && onSort;
   const order = active && isSortable ? (down ? "descending" : "ascending") : null;
   return html`<th scope="col" class=${number ? "number" : null} title=${hint} aria-sort=${order}>
-    ${isSortable ? button : title}
+    ${isSortable ? button(html`${title}${arrow}`, choose, {class: "bare sort"}) : title}
   </th>`;
 }
 

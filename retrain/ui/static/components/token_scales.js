@@ -5,22 +5,11 @@ import {count, extent, number, plural} from "../format.js";
 const LEVELS = 6;
 const CATEGORIES = 8;
 
-/**
- * @typedef {(number | null)[]} Values of the tokens, null where a number is not known
- * @typedef {object} About
- * @property {string} title
- * @property {"size" | "signed" | "range" | "flag" | "which"} kind 0 to cap, −cap to cap, least to greatest, yes or no,
- *   categories
- * @property {string} words
- * @property {string} [unit]
- * @property {number} [cap]
- * @property {number} [floor] the least cap
- * @property {string} [yes]
- * @property {string} [no]
- * @typedef {{css: (value: number | null) => string, stops: [css: string, text: string][]}} Scale
- */
+/** @typedef {{css: (value: number | null) => string, stops: string[][]}} Scale of stops [css, text] */
 
-/** @type {Record<string, About>} */
+// Kinds: size (0 to `cap`), signed (−cap to cap, which is at least `floor`), range (least to greatest), flag (`yes` or
+// `no`), which (categories).
+/** @type {Record<string, any>} */
 export const NUMBERS = {
   surprisal: {
     ...{title: "surprisal", kind: "size", cap: 4, unit: "nats"},
@@ -55,8 +44,7 @@ export const NUMBERS = {
 // Return the least round number that is not below this.
 function roundUp(value) {
   const power = 10 ** Math.floor(Math.log10(value));
-  const round = [1, 2, 3, 4, 5, 6, 8, 10].map((factor) => factor * power);
-  return round.find((each) => each >= value * (1 - 1e-9)) || value;
+  return power * ([1, 2, 3, 4, 5, 6, 8].find((factor) => factor * power >= value * (1 - 1e-9)) || 10);
 }
 
 // The strongest colour begins where 98 of 100 values stay below, so that a single one does not pale the others.
@@ -70,18 +58,12 @@ function level(share) {
   return Math.max(1, Math.min(LEVELS, Math.ceil(LEVELS * share - 1e-9)));
 }
 
-/** @type {Record<string, (known: number[], about: About) => Scale>} */
+/** @type {Record<string, (known: number[], about: any) => Scale>} */
 const SCALES = {
   flag(known, {yes, no}) {
     const many = known.filter((value) => value).length;
-    const stops = [`${yes}: ${count(many)}`, `${no}: ${count(known.length - many)}`];
-    return {
-      css: (value) => (value ? "yes" : "no"),
-      stops: [
-        ["yes", stops[0]],
-        ["no", stops[1]],
-      ],
-    };
+    const words = {yes: `${yes}: ${count(many)}`, no: `${no}: ${count(known.length - many)}`};
+    return {css: (value) => (value ? "yes" : "no"), stops: Object.entries(words)};
   },
   which(known) {
     const all = [...new Set(known)].sort((a, b) => a - b);
@@ -96,7 +78,7 @@ const SCALES = {
     const stop = (share) => {
       const sign = {1: "≥ ", "-1": "≤ "}[share] || "";
       const end = sign && unit && ` ${unit}`;
-      return /** @type {[string, string]} */ ([css(share * cap), `${sign}${signedText(share * cap)}${end}`]);
+      return [css(share * cap), `${sign}${signedText(share * cap)}${end}`];
     };
     return {css, stops: (cap ? [-1, -0.5, 0, 0.5, 1] : [0]).map(stop)};
   },
@@ -117,15 +99,14 @@ function between(low, high, write) {
   };
   const stop = (share) => {
     const at = low + share * (high - low);
-    return /** @type {[string, string]} */ ([css(at), write(share, number(at))]);
+    return [css(at), write(share, number(at))];
   };
   return {css, stops: (high > low ? [0, 0.25, 0.5, 0.75, 1] : [0]).map(stop)};
 }
 
-/** @param {string} name of NUMBERS @param {Values} values @returns {Scale} */
+/** Return the scale of the tokens' values (null: not known) of one of NUMBERS. @returns {Scale} */
 export function scaleOf(name, values) {
-  const known = /** @type {number[]} */ (values.filter((value) => Number.isFinite(value)));
-  const {css, stops} = SCALES[NUMBERS[name].kind](known, NUMBERS[name]);
+  const {css, stops} = SCALES[NUMBERS[name].kind](values.filter(Number.isFinite), NUMBERS[name]);
   return {css: (value) => (value === null || value === undefined ? "" : css(value)), stops};
 }
 
@@ -141,7 +122,6 @@ export function valueText(name, value) {
   return (kind === "signed" ? signedText(value, 4) : number(value, 4)) + (unit ? ` ${unit}` : "");
 }
 
-/** Return every number of token i: title, text, name. */
 export function facts(numbers, i) {
   return Object.keys(numbers).map((name) => [NUMBERS[name].title, valueText(name, numbers[name][i]), name]);
 }

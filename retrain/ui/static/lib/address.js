@@ -10,8 +10,8 @@ import {createContext, useCallback, useContext} from "./html.js";
  * @typedef {(changes: Record<string, unknown>, options?: {replace?: boolean}) => void} Patch
  */
 
-/** @type {((state: State) => void)[]} */
-const listeners = [];
+/** @type {(state: State) => void} */
+let show = () => {};
 
 // Segments of a path may keep what is safe there, so that links stay readable.
 function segment(text) {
@@ -28,15 +28,14 @@ function plain(text) {
 
 export function link(view, place, query) {
   const path = view === "campaigns" ? "/" : `/${view}/${(place || "").split("/").map(segment).join("/")}`;
-  const given = Object.entries(query || {}).filter(
-    ([, value]) => ![null, undefined, ""].includes(/** @type {any} */ (value)),
-  );
-  const pairs = given.map(([key, value]) => [key, String(value)]);
-  const text = new URLSearchParams(pairs).toString().replace(/%2F/g, "/").replace(/%2C/g, ",");
+  const given = Object.entries(query || {}).filter(([, value]) => (value ?? "") !== "");
+  const text = new URLSearchParams(given.map(([key, value]) => [key, String(value)]))
+    .toString()
+    .replace(/%2F/g, "/")
+    .replace(/%2C/g, ",");
   return (isCopy() ? "#" : "") + (text ? `${path}?${text}` : path);
 }
 
-// Path and query of this view, wherever they stand.
 function address() {
   if (!isCopy()) return [location.pathname, location.search];
   const [path, ...query] = (location.hash.slice(1) || "/").split("?");
@@ -54,15 +53,13 @@ function here() {
 export function go(url, {replace = false} = {}) {
   const present = isCopy() ? location.hash : location.pathname + location.search;
   if (url !== present) history[replace ? "replaceState" : "pushState"](null, "", url);
-  listeners.forEach((run) => run(here()));
+  show(here());
 }
 
-export function onRoute(run) {
-  listeners.push(run);
-}
-
-export function startRouter() {
-  addEventListener("popstate", () => listeners.forEach((run) => run(here())));
+/** Call a function with the address's state now and whenever that changes. */
+export function startRouter(onState) {
+  show = onState;
+  addEventListener("popstate", () => show(here()));
   document.addEventListener("click", (event) => {
     const anchor = /** @type {Element} */ (event.target).closest("a");
     const modified = event.button || event.metaKey || event.ctrlKey || event.shiftKey;
@@ -73,7 +70,7 @@ export function startRouter() {
     event.preventDefault();
     go(isCopy() ? target : anchor.pathname + anchor.search);
   });
-  listeners.forEach((run) => run(here()));
+  show(here());
 }
 
 export const AddressContext = createContext(/** @type {State} */ ({view: "", place: "", query: {}}));

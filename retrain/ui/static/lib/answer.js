@@ -1,7 +1,6 @@
 // Answers of the API as components use them, read anew as files change.
 
-import {get, isAborted} from "../api.js";
-import {spaced} from "./browser.js";
+import {get} from "../api.js";
 import {useCallback, useEffect, useMemo, useRef, useState} from "./html.js";
 
 // What a page may have missed while the connection was lost.
@@ -16,30 +15,19 @@ export function announce(change) {
   for (const listener of [...listeners]) listener(change);
 }
 
-/**
- * @typedef {object} Answer
- * @property {any} data the newest answer, null before the first
- * @property {string | null} about the question that `data` answers
- * @property {boolean} isCurrent whether that is what was asked last
- * @property {any} error of the newest request; null once it was answered
- * @property {boolean} loading
- * @property {() => void} retry asks again
- */
-
+/** @type {any} */
 const NOTHING = {data: null, about: null, error: null, loading: true};
 
 /**
  * Fetch `/api/<name>` with `params` (null: nothing is asked yet), and again when files of these `kinds` change
  * ("metrics", "evals", "notes", "log", "rollouts", "timeline", "state", "comparison"), at most once in `wait` ms. The
- * old answer stays until the new one is there; an answer to an earlier question is dropped.
- * @param {string} name
- * @param {Record<string, unknown> | null} params
- * @param {{kinds?: string[] | null, wait?: number}} [options]
- * @returns {Answer}
+ * old answer stays until the new one is there; an answer to an earlier question is dropped. Returns the newest answer
+ * as `data` (null before the first), the question that it is `about`, whether that `isCurrent`, the `error` of the
+ * newest request, `loading`, and `retry`, which asks again.
  */
-export function useAnswer(name, params, {kinds = null, wait = 2000} = {}) {
+export function useAnswer(name, params, {kinds = /** @type {string[] | null} */ (null), wait = 2000} = {}) {
   const question = params && JSON.stringify([name, params]);
-  const [state, setState] = useState(/** @type {Omit<Answer, "isCurrent" | "retry">} */ (NOTHING));
+  const [state, setState] = useState(NOTHING);
   const controller = useRef(/** @type {AbortController | null} */ (null));
   const took = useRef(0); // ms of the newest answer
   const retry = useCallback(() => {
@@ -56,7 +44,7 @@ export function useAnswer(name, params, {kinds = null, wait = 2000} = {}) {
         if (controller.current === own) setState({data, about: question, error: null, loading: false});
       },
       (error) => {
-        if (controller.current === own && !isAborted(error)) setState((old) => ({...old, error, loading: false}));
+        if (controller.current === own) setState((old) => ({...old, error, loading: false}));
       },
     );
   }, [question]);
@@ -70,26 +58,26 @@ export function useAnswer(name, params, {kinds = null, wait = 2000} = {}) {
   const followed = (kinds || []).join(" ");
   useEffect(() => {
     if (!followed) return;
-    // A server that is slow to answer is asked less often.
-    const soon = spaced(retry, () => Math.max(wait, 5 * took.current));
+    let [timer, last] = [0, -Infinity];
+    const again = () => {
+      [timer, last] = [0, performance.now()];
+      retry();
+    };
     const listener = (/** @type {Change} */ {what}) => {
-      if (!what || what.some((kind) => followed.split(" ").includes(kind))) soon();
+      if (timer || (what && !what.some((kind) => followed.split(" ").includes(kind)))) return;
+      // A server that is slow to answer is asked less often.
+      timer = setTimeout(again, Math.max(120, last + Math.max(wait, 5 * took.current) - performance.now()));
     };
     listeners.add(listener);
     return () => {
       listeners.delete(listener);
-      soon.stop();
+      clearTimeout(timer);
     };
   }, [followed, wait, retry]);
   return {...state, isCurrent: state.data !== null && state.about === question, retry};
 }
 
-/**
- * Return the value; the object of an earlier rendering where it says the same.
- * @template T
- * @param {T} value of JSON
- * @returns {T}
- */
+// Return a value of JSON; the object of an earlier rendering where it says the same.
 export function useSame(value) {
   const text = useMemo(() => JSON.stringify(value), [value]);
   return useMemo(() => value, [text]);
@@ -97,12 +85,8 @@ export function useSame(value) {
 
 const FOLLOWED = {kinds: ["metrics", "evals", "state"], wait: 700};
 
-/**
- * Return the answer to show, its error, and how to ask again. Until the part in sight is there, an earlier answer about
- * the same lines is shown, whatever part and smoothing it is of. Nothing is read while `asking` is false.
- * @param {"curves" | "columns"} name
- * @param {number[] | null} zoom the part of the x axis in sight
- */
+// Ask for "curves" or "columns" in the part in sight, `zoom`; not while `asking` is false. Until that is there, `body`
+// is an earlier answer about the same lines, whatever part and smoothing it is of.
 export function useCurves(name, params, zoom, asking) {
   const [from, to] = zoom || [];
   const {data, about, error, retry} = useAnswer(name, asking ? {...params, from, to} : null, FOLLOWED);
@@ -111,10 +95,8 @@ export function useCurves(name, params, zoom, asking) {
   return {body: isSame ? data : null, error, retry};
 }
 
-/**
- * Return the runs of the campaign that holds a place (`family`), of a run without one itself; those at or below the
- * place (`runs`); and the campaign's place (`home`, null until it is known). `known` says whether the runs were read.
- */
+// Return the runs of the campaign that holds a place (`family`), of a run without one itself; those at or below the
+// place (`runs`); the campaign's place (`home`, null until it is known); and whether the runs are `known`.
 export function useRuns(place) {
   const {data, error, retry} = useAnswer("runs", {at: place});
   const {home, runs: family} = data || {home: null, runs: []};

@@ -2,9 +2,7 @@
 
 import {visible} from "./html.js";
 
-/** @typedef {((...values: any[]) => void) & {stop: () => void}} Delayed */
-
-/** Return a function that calls `run` once there was no further call for `wait` ms. @returns {Delayed} */
+/** Return a function that calls `run` once there was no further call for `wait` ms; `stop` forgets the last call. */
 export function later(run, wait) {
   let timer = 0;
   const call = (...values) => {
@@ -12,30 +10,6 @@ export function later(run, wait) {
     timer = setTimeout(() => run(...values), wait);
   };
   return Object.assign(call, {stop: () => clearTimeout(timer)});
-}
-
-/**
- * Return a function that calls `run` at most once in `wait()` ms, and always after the last call.
- * @returns {Delayed}
- */
-export function spaced(run, wait) {
-  let timer = 0;
-  let last = -Infinity;
-  const fire = () => {
-    timer = 0;
-    last = performance.now();
-    run();
-  };
-  const call = () => {
-    if (timer) return;
-    const pause = last + wait() - performance.now();
-    timer = setTimeout(fire, Math.max(120, pause));
-  };
-  const stop = () => {
-    clearTimeout(timer);
-    timer = 0;
-  };
-  return Object.assign(call, {stop});
 }
 
 export function download(name, blob) {

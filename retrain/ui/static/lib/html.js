@@ -5,17 +5,8 @@ import {useRef} from "../vendor/preact/hooks.module.js";
 import htm from "../vendor/htm/htm.module.js";
 
 export {createContext, h, render};
-export {
-  useCallback,
-  useContext,
-  useEffect,
-  useErrorBoundary,
-  useId,
-  useLayoutEffect,
-  useMemo,
-  useRef,
-  useState,
-} from "../vendor/preact/hooks.module.js";
+export {useCallback, useContext, useEffect, useErrorBoundary, useId} from "../vendor/preact/hooks.module.js";
+export {useLayoutEffect, useMemo, useRef, useState} from "../vendor/preact/hooks.module.js";
 
 /** @type {(strings: TemplateStringsArray, ...values: any[]) => any} */
 export const html = htm.bind(h);

@@ -9,12 +9,9 @@ import {Legend} from "../components/marks.js";
 import {html, render, useMemo, useState} from "../lib/html.js";
 import {Forests} from "../views/campaign_parts.js";
 
-/**
- * A metric by condition: means with bands, the runs as thin lines, and marks for evaluations of a part of the problems.
- * @param {any} props title, words, x, unit and range of the chart; body as of /api/curves
- */
+// A metric by condition: means with bands, the runs as thin lines, and marks for evaluations of a part of the problems.
 function Curves({title, words, x, unit, range, body}) {
-  const [zoom, setZoom] = useState(/** @type {number[] | null} */ (null));
+  const [zoom, setZoom] = useState(null);
   const lines = useMemo(() => {
     const ofPart = ({label, index, part}) =>
       part.length ? [{name: `${label}, part`, index, kind: "points", sparse: true, ...columnsOf(part)}] : [];

@@ -1,13 +1,7 @@
 // The tokens of a page's texts: their numbers stand in attributes as lists of integers, their colours in spans that are
 // made on demand.
 
-/**
- * @typedef {object} Tokens
- * @property {number[]} lengths in characters
- * @property {Record<string, number[]>} numbers by their names in NUMBERS
- */
-
-/** @type {Map<HTMLElement, Tokens>} */
+/** @type {Map<HTMLElement, {lengths: number[], numbers: Record<string, number[]>}>} lengths in characters */
 const known = new Map();
 
 const DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
@@ -39,7 +33,7 @@ function integers(text) {
   return found;
 }
 
-/** @returns {Tokens} */
+// Return the lengths of an element's tokens, and their numbers by their names in NUMBERS.
 export function tokensOf(element) {
   const {l = "", p, ...data} = element.dataset;
   let tokens = known.get(element);
@@ -55,7 +49,6 @@ export function tokensOf(element) {
   return tokens;
 }
 
-// Take the colours away.
 export function clear(element) {
   element.querySelectorAll("span.t").forEach((span) => span.replaceWith(...span.childNodes));
   element.normalize();
@@ -90,7 +83,6 @@ function* parts(nodes, lengths) {
   }
 }
 
-// Colour the tokens of an element by one of their numbers.
 export function colour(element, name, scale) {
   const {lengths, numbers} = tokensOf(element);
   if (!lengths.length || element.dataset.shown === name) return;

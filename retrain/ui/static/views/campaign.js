@@ -47,17 +47,15 @@ function factsOf({summary: {conditions, workers, left_s, device_hours, updated},
   return facts.filter(Boolean).join(" · ");
 }
 
-function agoText(seconds) {
-  return typeof seconds === "number" ? `${duration(seconds)} ago` : "–";
-}
+const agoText = (seconds) => (typeof seconds === "number" ? `${duration(seconds)} ago` : "–");
 
 const COLUMNS = [
   CONDITION_COLUMN,
   numberColumn("seed", "seed", (run) => run.seed),
-  {key: "state", title: "state", cell: (run) => html`<${RunState} ...${run} />`},
-  numberColumn("steps", "steps", (run) => html`<${RunSteps} ...${run} />`),
+  {key: "state", title: "state", cell: RunState},
+  numberColumn("steps", "steps", RunSteps),
   {key: "changed", title: "changed", cell: ({age_s: age}) => html`<span class="muted">${agoText(age)}</span>`},
-  {key: "links", title: "look at", cell: (run) => html`<${RunLinks} ...${run} />`},
+  {key: "links", title: "look at", cell: RunLinks},
 ];
 
 function Runs({runs}) {
@@ -79,10 +77,10 @@ function RunSteps({run_id: id, state, step, max_steps: max}) {
 }
 
 function RunLinks({place, run_id: id}) {
+  const to = (view, text, name = text) =>
+    html`<a href=${link(view, place)} aria-label=${`${name} of ${id}`}>${text}</a>`;
   return html`<span class="links">
-    <a href=${link("metrics", place)} aria-label=${`metrics of ${id}`}>metrics</a>
-    <a href=${link("timeline", place)} aria-label=${`timeline of ${id}`}>timeline</a>
-    <a href=${link("notes", place)} aria-label=${`notes and log of ${id}`}>log</a>
+    ${to("metrics", "metrics")} ${to("timeline", "timeline")} ${to("notes", "log", "notes and log")}
   </span>`;
 }
 
@@ -100,7 +98,6 @@ function Checksums({sums}) {
 const ONE_CONDITION = "One condition only: there is nothing to compare it with.";
 const NOTHING = "No two conditions have a finished run with a value.";
 
-// `body`: the answer of /api/campaign.
 function Outcome({body: {banner, comparison, summary}}) {
   const {failed, resume, state} = banner;
   const first = summary.verdict;
@@ -136,7 +133,6 @@ function Resume({command, now}) {
   <//>`;
 }
 
-// What the comparison warns of.
 function Warnings({comparison}) {
   const {warnings = [], note: all = "", follow_up: more} = comparison || {};
   const note = warnings.reduce((text, each) => text.replace(each, ""), all || "").trim();

@@ -10,9 +10,8 @@ import {link, useAddress} from "../lib/address.js";
 import {useCurves} from "../lib/answer.js";
 import {html, useMemo} from "../lib/html.js";
 import {why} from "../why.js";
-import {openRollouts} from "./reading.js";
+import {cycled, openRollouts} from "./reading.js";
 
-// Return what the mean and its band are of.
 function levelWords({conditions, smoothing, smooth, note}, counted) {
   const early = conditions.some((each) => each.of === "all");
   const amount = smoothing.startsWith("ema") ? `weight ${smoothing.slice(4)}` : `over ${smooth} steps`;
@@ -61,7 +60,6 @@ function DifferenceChart({body, metric, settings: {hidden, plot}, ...more}) {
     emptyWords="No pair of runs has come so far yet" />`;
 }
 
-// `campaign`: the answer of /api/campaign.
 export function Curves({campaign}) {
   const {place, query, patch} = useAddress();
   const settings = useCurveSettings(AS_IN_REPORT);
@@ -72,7 +70,7 @@ export function Curves({campaign}) {
   const {x, smooth, zoom} = settings;
   const {body, error, retry} = useCurves("curves", {at: place, key: metric, x, smooth}, zoom, metric !== null);
   const move = (by) => () => {
-    const key = watched[(watched.indexOf(metric || "") + by + watched.length) % watched.length];
+    const key = cycled(watched, metric, by);
     patch({key: key === usual ? null : key});
   };
   useKeys({

@@ -15,9 +15,7 @@ const SUMMARIES = {
   auc: "mean over the whole of training",
 };
 
-function ends(interval) {
-  return interval || [null, null];
-}
+const ends = (interval) => interval || [null, null];
 
 function intervalText(interval, write) {
   return interval ? ` [${write(interval[0])}, ${write(interval[1])}]` : "";
@@ -41,7 +39,6 @@ function levelIntervals({comparison, summary}) {
   return {over: "problems", rows};
 }
 
-// `body`: the answer of /api/campaign.
 export function Forests({body}) {
   const {comparison} = body;
   if (!comparison || !comparison.conditions.some((each) => each.after_values.length)) return null;

@@ -1,7 +1,7 @@
 // All campaigns and runs below the given directories: state, held-out accuracy, verdict, progress, newest warning.
 
 import {IntervalBar, classOf, reach} from "../components/interval_bar.js";
-import {AddressChoice, AddressSearch, AddressTabs} from "../components/inputs.js";
+import {AddressChoice, AddressSearch, Tabs} from "../components/inputs.js";
 import {Rate, Sparkline, Swatch} from "../components/marks.js";
 import {Answered, Empty, NotRecorded, Title} from "../components/states.js";
 import {Table, numberColumn} from "../components/table.js";
@@ -26,11 +26,9 @@ const HELP =
   "There is no campaign and no run below the given directories. `retrain train campaigns/quickstart.toml` trains one " +
   "in a minute; it appears here by itself.";
 
-function conditionsOf({heldout}) {
-  return heldout ? heldout.conditions : [];
-}
+const conditionsOf = ({heldout}) => (heldout ? heldout.conditions : []);
 
-function Name({summary: {name, place, kind, state, source, runs, note, missing}}) {
+function Name({name, place, kind, state, source, runs, note, missing}) {
   const home = link(kind === "campaign" ? "campaign" : "metrics", place);
   const part = (name) =>
     runs[name] > 0 && runs.planned > 1 && html`<span class=${`pill ${name}`}>${runs[name]} ${name}</span>`;
@@ -43,7 +41,7 @@ function Name({summary: {name, place, kind, state, source, runs, note, missing}}
     ${note && note.level !== "info" && warning}<${NotRecorded} items=${missing} />`;
 }
 
-function Accuracy({summary}) {
+function Accuracy(summary) {
   const conditions = conditionsOf(summary);
   if (!conditions.length) return html`<span class="muted">${summary.heldout ? "not evaluated" : "–"}</span>`;
   const spoken = conditions.map(({label, points}) => `${label} ${percent(points[points.length - 1][1])}`);
@@ -63,7 +61,7 @@ function Accuracy({summary}) {
   </div>`;
 }
 
-function Verdict({summary: {verdict, kind}, most}) {
+function Verdict({verdict, kind}, most) {
   if (!verdict) return html`<span class="muted">${kind === "campaign" ? "no comparison yet" : "a single run"}</span>`;
   const {word, sentence, share, low, high} = verdict;
   const write = (value) => difference(value, share);
@@ -72,15 +70,15 @@ function Verdict({summary: {verdict, kind}, most}) {
     <b>${word}</b>
     <div class="bars">
       <${IntervalBar} verdict=${verdict} most=${share ? most : reach([verdict])} width=${120} />
-      <span class="numbers">
+      <span class="numbers small">
         ${write(verdict.difference)}${share && " points"}<span class="muted">${interval}</span>
       </span>
     </div>
-    <span class="sentence" title=${sentence}>${sentence}</span>
+    <span class="sentence small muted" title=${sentence}>${sentence}</span>
   </div>`;
 }
 
-function Progress({summary: {name, seeds, steps, left_s}}) {
+function Progress({name, seeds, steps, left_s}) {
   const {done, planned} = steps;
   const facts = [
     left_s ? `about ${duration(left_s)} left` : "",
@@ -91,42 +89,38 @@ function Progress({summary: {name, seeds, steps, left_s}}) {
     ${facts.filter(Boolean).map((fact) => html`<div class="small muted" key=${fact}>${fact}</div>`)}`;
 }
 
-function Devices({summary: {devices, device_hours}}) {
+function Devices({devices, device_hours}) {
   const names = devices || [];
   const shown = names.length > 3 ? `${names.slice(0, 2).join(", ")} and ${names.length - 2} more` : names.join(", ");
   return html`<span title=${names.join(", ")}>${shown || "–"}</span>
     <div class="small muted">${hours(device_hours)}</div>`;
 }
 
+function bestRate(row) {
+  const conditions = conditionsOf(row);
+  return conditions.length ? Math.max(...conditions.map((each) => each.last.rate)) : null;
+}
+
+const Changed = ({updated}) => html`<time title=${updated ? clock(updated) : null}>${ago(updated)}</time>`;
+const ACCURACY = "last evaluation: mean over the runs, 95 % interval over problems, number of problems";
+const GAIN = "95 % interval over seeds; grey: what does not matter";
+
 // `most`: what either end of the bars of shares stands for.
 function columnsOf(most) {
-  const best = (row) => Math.max(...conditionsOf(row).map((each) => each.last.rate));
-  const accuracy = {
-    hint: "last evaluation: mean over the runs, 95 % interval over problems, number of problems",
-    value: (row) => (conditionsOf(row).length ? best(row) : null),
-  };
-  const gain = {
-    hint: "95 % interval over seeds; grey: what does not matter",
-    value: (row) => row.verdict && row.verdict.difference,
-  };
-  const progress = {value: ({steps}) => (steps.planned ? steps.done / steps.planned : null)};
-  // What trains stands first and keeps its place while it changes.
-  const updated = {value: (row) => (row.state === "running" ? Infinity : row.updated || 0)};
-  const changed = (unix) => html`<time title=${unix ? clock(unix) : null}>${ago(unix)}</time>`;
-  const verdict = (row) => html`<${Verdict} summary=${row} most=${most} />`;
+  const gain = (row) => row.verdict && row.verdict.difference;
+  const column = (key, title, cell, value, /** @type {any} */ hint = null) =>
+    numberColumn(key, title, cell, {value, hint});
   return [
-    {key: "name", title: "campaign", value: (row) => row.name, cell: (row) => html`<${Name} summary=${row} />`},
-    numberColumn("accuracy", "held-out accuracy, 95 %", (row) => html`<${Accuracy} summary=${row} />`, accuracy),
-    numberColumn("difference", "verdict, typical difference, 95 %", verdict, gain),
-    numberColumn("progress", "steps", (row) => html`<${Progress} summary=${row} />`, progress),
-    numberColumn("device_hours", "devices", (row) => html`<${Devices} summary=${row} />`, {
-      value: (row) => row.device_hours,
-    }),
-    numberColumn("updated", "changed", (row) => changed(row.updated), updated),
+    {key: "name", title: "campaign", value: (row) => row.name, cell: Name},
+    column("accuracy", "held-out accuracy, 95 %", Accuracy, bestRate, ACCURACY),
+    column("difference", "verdict, typical difference, 95 %", (row) => Verdict(row, most), gain, GAIN),
+    column("progress", "steps", Progress, ({steps}) => (steps.planned ? steps.done / steps.planned : null)),
+    column("device_hours", "devices", Devices, (row) => row.device_hours),
+    // What trains stands first and keeps its place while it changes.
+    column("updated", "changed", Changed, (row) => (row.state === "running" ? Infinity : row.updated || 0)),
   ];
 }
 
-/** Return the campaigns that pass the filters of the address, by name. */
 function chosen(places, {q = "", state}) {
   const words = q.toLowerCase().split(/\s+/).filter(Boolean);
   const text = ({place, conditions, source}) => `${place} ${(conditions || []).join(" ")} ${source}`.toLowerCase();
@@ -158,7 +152,8 @@ function useSteadyRows(data) {
 }
 
 export function Campaigns() {
-  const {query} = useAddress();
+  const {query, patch} = useAddress();
+  const choose = (state) => patch({state});
   const answer = useAnswer("places", {}, {kinds: EVERY_KIND, wait: 1000});
   const {data, retry} = answer;
   const root = useSteadyRows(data);
@@ -191,7 +186,7 @@ export function Campaigns() {
   return html`<${Title} title="Campaigns" words=${totals(places)}>${done < of && wait}<//>
     <div class="tools">
       <${AddressSearch} label="search name, condition …" />
-      <${AddressTabs} name="state" label="state" options=${[["", "all"], ...states]} />
+      <${Tabs} label="state" options=${[["", "all"], ...states]} value=${query.state || ""} onChoose=${choose} />
       <${AddressChoice} name="sort" label="order" options=${SORTS} resets=${{order: null}} />
     </div>
     <div ref=${root}>

@@ -2,14 +2,8 @@
 // mean for each group; or in what two of them differ.
 
 import {COLOURS} from "../colours.js";
-import {
-  AS_IN_REPORT,
-  CurveTools,
-  GroupLegend,
-  MetricChoice,
-  useCurveSettings,
-  useMetric,
-} from "../components/curve_controls.js";
+import {AS_IN_REPORT, CurveTools, GroupLegend, MetricChoice} from "../components/curve_controls.js";
+import {useCurveSettings, useMetric} from "../components/curve_controls.js";
 import {AddressChoice, AddressTick, Field, Tabs, signButton} from "../components/inputs.js";
 import {Condition} from "../components/marks.js";
 import {Answered, Empty, Title} from "../components/states.js";
@@ -23,11 +17,7 @@ import {ConditionChart} from "./campaign_curves.js";
 
 const ALONE = "one mean for each value of the key, over all runs that have it";
 
-/** @type {[string, string][]} */
-const TABS = [
-  ["curves", "Curves of groups"],
-  ["pair", "Two runs, in detail"],
-];
+const TABS = Object.entries({curves: "Curves of groups", pair: "Two runs, in detail"});
 
 export function Compare() {
   const {query, patch} = useAddress();
@@ -54,11 +44,9 @@ function Groups() {
   const body = useMemo(() => answer && {...answer, conditions: namedGroups(answer.conditions, by)}, [answer, by]);
   const keys = [...new Set([by, ...((body && body.keys) || [])])].filter(Boolean);
   const colours = [["", "a colour for each group"], ...keys.map((key) => [key, `colour by ${key}`])];
-  const entry = ({label, index, runs, places}) => ({
-    name: `${label} (${runs.length})`,
-    index,
-    hint: places.join(", "),
-  });
+  const entry = ({label, index, runs, places}) => {
+    return {name: `${label} (${runs.length})`, index, hint: places.join(", ")};
+  };
   const chart = {body, metric: of.metric, settings, error, retry, level: "h2", height: 420, group: "compare"};
   return html`<${Places} at=${at} others=${others} />
     <div class="tools">
@@ -88,7 +76,6 @@ function Places({at, others}) {
   </div>`;
 }
 
-// In what the groups' configurations differ; seeds are left out.
 function Differ({groups, rows}) {
   const isSet = (values) => values.some((value) => value !== null);
   // Keys that most groups have come first: those of one tool alone tell little.
@@ -96,27 +83,22 @@ function Differ({groups, rows}) {
   const ordered = [...rows].sort((a, b) => count(b) - count(a));
   const column = ({label, index}, i) => ({
     key: String(index),
-    title: html`<${Condition} index=${index}>${label}<//>`,
-    cell: ({values}) => (isSet(values[i]) ? values[i].map(shownValue).join(", ") : html`<${Value} value=${null} />`),
+    title: html`<${Condition} index=${index} label=${label} />`,
+    cell: ({values}) => (isSet(values[i]) ? values[i].map(shownValue).join(", ") : valueText(null)),
   });
   const columns = [KEY_COLUMN, ...groups.map(column)];
-  const table = {
-    class: "tight diff",
-    label: "differences",
-    columns,
-    rows: ordered,
-    keyOf: (row) => row.key,
-    region: true,
-  };
+  const table = html`<${Table} ...${DIFF} label="differences" columns=${columns} rows=${ordered} region=${true} />`;
   return html`<section>
     <h2>Differences between the groups <small>configuration, without seeds</small></h2>
-    ${rows.length ? html`<${Table} ...${table} />` : html`<p class="muted">No key differs between the groups.</p>`}
+    ${rows.length ? table : html`<p class="muted">No key differs between the groups.</p>`}
   </section>`;
 }
 
 const OPEN_LINES = 80;
+const UNSET = "not set";
 const SIDES = /** @type {const} */ (["a", "b"]);
 
+const DIFF = {class: "tight diff", keyOf: (row) => row.key};
 const KEY_COLUMN = {key: "key", title: "key", head: true, cell: ({key}) => html`<code>${key}</code>`};
 
 // A field that offers these places and those of all campaigns.
@@ -127,9 +109,9 @@ function PlaceField({label, value, first = [], onChoose}) {
   return html`<${Field} ...${field} onEnter=${(text) => onChoose(text || null)} />`;
 }
 
-function Value({value}) {
-  const isSet = value !== null && value !== undefined;
-  return isSet ? shownValue(value) : html`<span class="muted">${shownValue(value)}</span>`;
+function valueText(value) {
+  const text = shownValue(value);
+  return text === UNSET ? html`<span class="muted">${text}</span>` : text;
 }
 
 function Pair() {
@@ -159,13 +141,10 @@ function Differences({a, b}) {
   return html`<${Answered} of=${answer}>
     ${(body) => {
       const names = [body.a, body.b].map((run, i) => run.run_id || run.place || [a, b][i]);
+      const table = (rows, label) => html`<${DifferenceTable} rows=${rows} names=${names} label=${label} />`;
       const section = (title, rows, none) => html`<section>
         <h2>${title} <small>${rows.length > 0 && plural(rows.length, "difference")}</small></h2>
-        ${
-          rows.length
-            ? html`<${DifferenceTable} rows=${rows} names=${names} label=${title} />`
-            : html`<p class="muted">${none}</p>`
-        }
+        ${rows.length ? table(rows, title) : html`<p class="muted">${none}</p>`}
       </section>`;
       return html`${body.hashes.length > 0 && html`<${Hashes} rows=${body.hashes} names=${names} />`}
         ${section("Configuration", body.config, "No key differs.")}
@@ -181,8 +160,8 @@ function sideColumns(names, cell) {
 }
 
 function DifferenceTable({rows, names, label}) {
-  const columns = [KEY_COLUMN, ...sideColumns(names, (value) => html`<${Value} value=${value} />`)];
-  return html`<${Table} class="tight diff" label=${label} columns=${columns} rows=${rows} keyOf=${(row) => row.key} />`;
+  const columns = [KEY_COLUMN, ...sideColumns(names, valueText)];
+  return html`<${Table} ...${DIFF} label=${label} columns=${columns} rows=${rows} />`;
 }
 
 function Hashes({rows, names}) {
@@ -232,24 +211,20 @@ function Patch({lines}) {
 
 const USUAL = ["campaign", "condition"];
 
-/**
- * Return the keys that runs are grouped by: campaign and condition, so that a group differs in its seeds alone; with a
- * key for the colour also by it, or by it alone.
- */
+// Runs are grouped by campaign and condition, so that a group differs in its seeds alone; with a key for the colour
+// also by it, or by it alone.
 function groupKeys(by, isAlone) {
   if (!by) return USUAL;
   return isAlone ? [by] : [by, ...USUAL.filter((key) => key !== by)];
 }
 
 function shownValue(value) {
-  if (value === null || value === undefined) return "not set";
+  if (value === null || value === undefined) return UNSET;
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
-/**
- * Return the groups with the `label` and the `index` that they are drawn with. Names leave out what all groups share.
- * With a key for the colour each of its values has one, and the groups that have it differ in dash and shape.
- */
+// Return the groups with the `label` and the `index` that they are drawn with. Names leave out what all groups share.
+// With a key for the colour each of its values has one, and the groups that have it differ in dash and shape.
 function namedGroups(groups, by) {
   const keys = Object.keys(groups.length ? groups[0].group : {});
   const valuesOf = (key) => [...new Set(groups.map(({group}) => shownValue(group[key])))];

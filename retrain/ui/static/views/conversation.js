@@ -1,5 +1,6 @@
 // What was said: the prompt's messages, turns, and what tools and environments answered. Long texts are folded.
 
+import {button, stateOf} from "../components/inputs.js";
 import {NOTHING, number, plural} from "../format.js";
 import {createContext, html, useContext, useState} from "../lib/html.js";
 
@@ -39,10 +40,8 @@ export function LongText({text, most = LONG, class: name = "said"}) {
   const search = useContext(Search);
   const all = textOf(text);
   const isWhole = isOpen || all.length <= most * 1.2;
-  const open = () => setOpen(true);
-  const rest = html`<div>
-    <button type="button" onClick=${open}>show ${all.length - most} further characters</button>
-  </div>`;
+  const words = `show ${all.length - most} further characters`;
+  const rest = html`<div>${button(words, () => setOpen(true))}</div>`;
   return html`<div class=${name} dir="auto">
     <span><${Marked} text=${isWhole ? all : `${all.slice(0, most)} …`} search=${search} /></span>${!isWhole && rest}
   </div>`;
@@ -141,9 +140,8 @@ export function Strip({samples, chosen, onPick, label}) {
       isKnown(advantage) && `advantage ${number(advantage)}`,
       length && plural(length, "token"),
     ];
-    const text = words.filter(Boolean).join(", ");
-    const state = {class: `bead ${css}`, title: text, "aria-label": text, "aria-pressed": String(index === chosen)};
-    return html`<button type="button" key=${index} ...${state} onClick=${() => onPick(index)}>${sign}</button>`;
+    const state = stateOf(`bead ${css}`, words.filter(Boolean).join(", "), index === chosen);
+    return button(sign, () => onPick(index), {...state, key: index});
   };
   return html`<span class="strip" role="group" aria-label=${label}>${samples.map(bead)}</span>`;
 }

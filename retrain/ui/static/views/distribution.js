@@ -68,11 +68,9 @@ export function Distribution({place, runs}) {
       <${Heat} over=${over} name=${name} chosen=${at && at.step} onStep=${(to) => patch({step: to})} />
     </div>`;
   const content = () => {
-    const words = plural(
-      at.counts.reduce((sum, n) => sum + n, 0),
-      "rollout",
-    );
     const {counts, edges} = at;
+    const many = counts.reduce((sum, n) => sum + n, 0);
+    const words = plural(many, "rollout");
     const histogram = {title: `${name} at step ${at.step}`, words, rows: [{counts}], edges, name, noun: "rollout"};
     return html`<div class="tools">
         <${RunChoice} runs=${runs} run=${run} resets=${{step: null}} />

@@ -11,29 +11,21 @@ import {useAnswer, useSame} from "../lib/answer.js";
 import {html, useMemo} from "../lib/html.js";
 import {nameOf} from "../names.js";
 import {Distribution} from "./distribution.js";
-import {AllCharts, MyCharts, OpenChart, WatchedCharts} from "./metrics_grid.js";
-import {readMine, searchOf, tabOf} from "./metrics_keys.js";
+import {AllCharts, MetricChart, MyCharts, WatchedCharts} from "./metrics_grid.js";
+import {metricOf, readMine, searchOf, tabOf} from "./metrics_keys.js";
 
 const GRIDS = {watch: WatchedCharts, all: AllCharts, mine: MyCharts};
-const LINES = [
-  ["runs", "a line for each run"],
-  ["conditions", "mean of each condition"],
-];
+const LINES = Object.entries({runs: "a line for each run", conditions: "mean of each condition"});
 const CLIP = "the y axis shows the middle 98 % of the values";
 const FULL = "the y axis shows the whole range that was declared for the metric";
-/** @type {any[]} */
-const NO_RUNS = [];
+const NO_RUNS = /** @type {any[]} */ ([]);
 const HEADER = 140; // Height of what stays on top of the page
 
 function Tools({tags, wrong, byCondition, runs}) {
   const {query, patch} = useAddress();
   const tab = tabOf(query);
   const count = readMine(query.keys).length;
-  const tabs = [
-    ["watch", "Watch"],
-    ["all", "All"],
-    ["mine", count ? `Mine ${count}` : "Mine"],
-  ];
+  const tabs = Object.entries({watch: "Watch", all: "All", mine: count ? `Mine ${count}` : "Mine"});
   // What is searched for may be no watched metric.
   const resets = tab === "watch" ? {tab: "all"} : {};
   const options = [["", "all tags"], ...tags.map((tag) => [tag, `tag ${tag}`])];
@@ -80,6 +72,7 @@ export function Metrics() {
   const page = {place, runs, settings, marks: facts && own.isCurrent ? facts.marks : null};
   const counts = body && `${plural(body.metrics.length, "metric")} of ${plural(runs.length, "run")}`;
   const conditions = new Map(runs.map(({label, index}) => [index, {name: label, index, hint: "show or hide"}]));
+  const open = {metric: body && metricOf(body.metrics, query.open), level: "h2", big: true};
   const grid = GRIDS[tabOf(query)] || WatchedCharts;
   return html`<${Title} title=${nameOf(place)} words=${counts}><${NotRecorded} items=${body && body.missing} /><//>
     ${facts && html`<${RunFacts} facts=${facts} />`}
@@ -88,7 +81,7 @@ export function Metrics() {
     ${wrong && html`<${Banner} kind="down" title="The search">${wrong}<//>`}
     <${Answered} of=${{...answer, data: body}}>
       ${() => html`${query.hist && html`<${Distribution} place=${place} runs=${runs} />`}
-        ${query.open && html`<${OpenChart} body=${body} page=${page} />`}
+        ${query.open && html`<${MetricChart} key=${query.open} ...${open} page=${page} />`}
         <${grid} body=${body} page=${page} test=${test} />`}
     <//>`;
 }
@@ -109,7 +102,6 @@ function Tile({tile: {key, name, unit, value, step, low, high, n}}) {
   </a>`;
 }
 
-// `facts`: the answer of /api/run.
 function RunFacts({facts: {tiles, command, marks}}) {
   const entry = ([kind, sign]) => {
     const n = marks.filter((mark) => mark.kind === kind).length;

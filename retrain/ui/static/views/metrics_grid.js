@@ -2,7 +2,7 @@
 
 import {MOST_BANDS, conditionLines, countsOf, runLines} from "../charts/curve_lines.js";
 import {Chart} from "../components/chart.js";
-import {signButton} from "../components/inputs.js";
+import {button, signButton} from "../components/inputs.js";
 import {Empty} from "../components/states.js";
 import {plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
@@ -13,11 +13,6 @@ import {useInSight} from "../lib/width.js";
 import {metricOf, readMine, sectionsOf, tabOf, writeMine} from "./metrics_keys.js";
 import {openRollouts} from "./reading.js";
 import {why} from "../why.js";
-
-export function OpenChart({body, page}) {
-  const metric = metricOf(body.metrics, useAddress().query.open);
-  return html`<${MetricChart} key=${metric.key} metric=${metric} page=${page} level="h2" big=${true} />`;
-}
 
 function Charts({metrics, page, level}) {
   const chart = (metric) => html`<${MetricChart} key=${metric.key} metric=${metric} page=${page} level=${level} />`;
@@ -41,9 +36,7 @@ export function AllCharts({body, page, test}) {
       head.scrollIntoView();
       head.focus();
     };
-    return html`<button type="button" key=${section} onClick=${go}>
-      ${section} <small class="muted">${many(groups)}</small>
-    </button>`;
+    return button(html`${section} <small class="muted">${many(groups)}</small>`, go, {key: section});
   };
   const group = ([name, metrics], at, groups) => html`<div key=${name}>
     ${name && (groups.length > 1 || !metrics[0].definition) && html`<h3 class="group">${name}</h3>`}
@@ -93,13 +86,10 @@ function Tools({metric: {key, histogram}, big, mine, runs}) {
   };
   const distribution = () => patch({hist: histogram, step: null});
   const size = () => patch({open: big ? null : key});
+  const [sign, label, hint] = big ? ["×", "close the large chart", "close"] : ["⤢", `${key} large`, "large"];
   return html`${mine || signButton("☆", `add ${key} to Mine`, pin, {hint: "add to Mine"})}
     ${histogram && signButton("▥", `distribution of ${key}`, distribution, {hint: "distribution over rollouts"})}
-    ${
-      big
-        ? signButton("×", "close the large chart", size, {hint: "close"})
-        : signButton("⤢", `${key} large`, size, {hint: "large"})
-    }
+    ${signButton(sign, label, size, {hint})}
     ${signButton("Why?", `why? ${key}`, () => why(key, runs), {hint: "what this number means"})}`;
 }
 
@@ -111,16 +101,12 @@ function drawing(body, metric, {byCondition, thin, hidden}) {
     return {lines: conditionLines({...body, conditions}, thin), counts: countsOf(conditions), notes: [body.note]};
   }
   const {error} = body.runs.find((run) => run.error) || {};
-  return {
-    lines: runLines(body.runs, metric, keeps),
-    counts: null,
-    notes: body.runs.map((run) => run.note),
-    emptyWords: error,
-  };
+  const notes = body.runs.map((run) => run.note);
+  return {lines: runLines(body.runs, metric, keeps), counts: null, notes, emptyWords: error};
 }
 
 // `page`: {place, runs, settings, marks}; `mine`: buttons of a chart of one's own.
-function MetricChart({metric, page, level = "h3", big = false, mine = null}) {
+export function MetricChart({metric, page, level = "h3", big = false, mine = null}) {
   const {place, runs, settings, marks} = page;
   const root = useElement();
   const inSight = useInSight(root);
@@ -132,16 +118,11 @@ function MetricChart({metric, page, level = "h3", big = false, mine = null}) {
   const made = useMemo(() => body && drawing(body, metric, settings), [body, metric, settings]);
   const {lines, counts, emptyWords, notes} = made || {lines: null, notes: []};
   const facts = [unit === "share" ? "" : unit, healthy && healthy.text ? `healthy: ${healthy.text}` : "", ...notes];
+  const share = unit === "share";
   const options = {
     ...{title: key, hint, words: [...new Set(facts)].filter(Boolean).join(" · "), level, error, retry},
     ...{lines, counts, emptyWords, x, range, healthy, marks, onStep: openRollouts({metric: key, x, lines, runs})},
-    ...{
-      height: big ? 460 : 172,
-      group: "metrics",
-      share: unit === "share",
-      unit: unit === "share" ? "%" : "",
-      ...plot,
-    },
+    ...{height: big ? 460 : 172, group: "metrics", share, unit: share ? "%" : "", ...plot},
   };
   // Out of sight it stays as it was.
   const seen = useRef(options);

@@ -1,6 +1,5 @@
 // Which charts the Metrics page shows: watched ones, all by section and group, or one's own list, which the URL holds.
 
-/** Return the tab of the address: watch, all or mine. */
 export function tabOf({tab = "", keys = ""}) {
   return tab || (keys ? "mine" : "watch");
 }
@@ -11,7 +10,6 @@ export function readMine(text = "") {
   return [...new Set(text.split(",").filter(Boolean).map(plain))];
 }
 
-/** @param {string[]} keys */
 export function writeMine(keys) {
   return keys.map((key) => key.replace(/[%,]/g, encodeURIComponent)).join(",") || null;
 }
@@ -22,10 +20,7 @@ export function metricOf(metrics, key) {
   return known || {key, aliases: []};
 }
 
-/**
- * Return a test of metrics by a regular expression over key, other names, section and group, and what is wrong with it.
- * @returns {{test: (metric: any) => boolean, wrong: string | null}}
- */
+// Return a test of metrics by a regular expression over key, other names, section and group, and what is wrong with it.
 export function searchOf(text, tag) {
   const tagged = ({key}) => !tag || key.split("/").includes(tag);
   try {
@@ -38,14 +33,13 @@ export function searchOf(text, tag) {
   }
 }
 
-/**
- * Return metrics by section and group, in the order of the catalogue.
- * @returns {[string, [string, any[]][]][]}
- */
+/** @returns {[value: string, all: any[]][]} what has each value of a property */
+function grouped(all, name) {
+  const values = [...new Set(all.map((each) => each[name]))];
+  return values.map((value) => [value, all.filter((each) => each[name] === value)]);
+}
+
+/** Return metrics by section and group, in the order of the catalogue. @returns {[string, [string, any[]][]][]} */
 export function sectionsOf(metrics) {
-  const grouped = (all, name) => {
-    const values = [...new Set(all.map((each) => each[name]))];
-    return values.map((value) => /** @type {any} */ ([value, all.filter((each) => each[name] === value)]));
-  };
   return grouped(metrics, "section").map(([section, all]) => [section, grouped(all, "group")]);
 }

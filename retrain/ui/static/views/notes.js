@@ -1,6 +1,6 @@
 // What was noted about the runs, and the log of a run from its end backwards; both with search.
 
-import {AddressChoice, AddressSearch, RunChoice} from "../components/inputs.js";
+import {AddressChoice, AddressSearch, RunChoice, button} from "../components/inputs.js";
 import {Answered, Title} from "../components/states.js";
 import {isCopy} from "../copy.js";
 import {plural} from "../format.js";
@@ -10,11 +10,7 @@ import {EVERY_KIND, useAnswer, useRuns} from "../lib/answer.js";
 import {html, useElement, useLayoutEffect} from "../lib/html.js";
 import {Marked} from "./conversation.js";
 
-const LEVELS = [
-  ["", "all notes"],
-  ["warning", "warnings"],
-  ["info", "info"],
-];
+const LEVELS = Object.entries({"": "all notes", warning: "warnings", info: "info"});
 const COLOURS = {warning: "warn", error: "bad", critical: "bad"};
 const MOST_NOTES = 300;
 const NEWEST = {before: null};
@@ -65,11 +61,11 @@ function Log() {
   const {q: search, before} = query;
   const answer = useAnswer("log", at && {at, search, before}, {kinds: before ? null : EVERY_KIND});
   const older = isCopy() || !answer.data ? null : answer.data.before; // a copy has the newest lines alone
-  const button = (text, to) => html`<button type="button" onClick=${() => patch({before: to})}>${text}</button>`;
+  const linesBefore = (text, to) => button(text, () => patch({before: to}));
   return html`<div class="tools">
       <${RunChoice} runs=${runs} run=${at} resets=${NEWEST} />
       <span class="muted small">newest lines at the end</span>
-      ${before && button("Newest lines", null)}${older !== null && button("Older lines", older)}
+      ${before && linesBefore("Newest lines", null)}${older !== null && linesBefore("Older lines", older)}
     </div>
     <${Answered} of=${answer}>${({lines}) => html`<${LogLines} lines=${lines} search=${search} />`}<//>`;
 }

@@ -13,9 +13,8 @@ import {useAnswer, useRuns} from "../lib/answer.js";
 import {html, useMemo} from "../lib/html.js";
 import {runName} from "../names.js";
 import {LongText, Marked} from "./conversation.js";
-import {Chips, Pager, cycled, nearestLine, usePages} from "./reading.js";
+import {Chips, Pager, Panes, cycled, nearestLine, usePages} from "./reading.js";
 
-const PAGE = 100;
 const FIRST = {first: null};
 const SORTS = [
   ["differ", "conditions differ most"],
@@ -31,7 +30,6 @@ const RATES =
   "Each rate stands with its 95 % interval (Wilson) and its number of answers. p is of the exact test over seeds " +
   "that the problem got worse.";
 
-// Two rates with their intervals, before above after.
 function Intervals({before, after, index}) {
   const x = (share) => 3 + 54 * share;
   const bar = ({rate, low, high}, y, paint) =>
@@ -56,16 +54,16 @@ function Tests({tests, canShow}) {
   if (worse.length) return worse.map(pill);
   const fell = all.filter(([, test]) => test.change < 0);
   const least = Math.min(...fell.map(([, test]) => test.p));
-  const words = html`<small class="muted" title=${fell.map(sentence).join("; ")}>p ${number(least, 2)}</small>`;
-  return fell.length > 0 && canShow && words;
+  const hint = fell.map(sentence).join("; ");
+  return fell.length > 0 && canShow && html`<small class="muted" title=${hint}>p ${number(least, 2)}</small>`;
 }
 
 export function Problems() {
   const {place, query, patch} = useAddress();
   const {family} = useRuns(place);
   const {set, sort, tag, text, id} = query;
-  const pages = usePages(PAGE);
-  const question = {at: place, set, sort, tag, text, first: pages.first, count: PAGE};
+  const pages = usePages();
+  const question = {at: place, set, sort, tag, text, first: pages.first, count: pages.count};
   const answer = useAnswer("problems", question, {kinds: ["evals"], wait: 3000});
   const {data} = answer;
   const conditions = useMemo(() => {
@@ -73,6 +71,7 @@ export function Problems() {
     const indexOf = (label) => (family.find((run) => run.label === label) || {index: labels.indexOf(label)}).index;
     return labels.map((label) => ({label, index: indexOf(label)}));
   }, [data, family]);
+  const close = () => patch({id: null});
   const compare = () => {
     const [pair] = data && id ? pairsOf({labels: data.conditions, steps: data.steps, family, place}) : [];
     if (pair) go(link("prompt", place, {split: `eval/${data.set}`, problem: id, order: sort, ...pair.sides}));
@@ -81,34 +80,28 @@ export function Problems() {
   useKeys({
     d: ["compare the answers (Same prompt)", compare],
     s: ["next order", () => patch({sort: cycled(sorts, sort || "differ", 1), first: null})],
-    Escape: ["close the problem", () => patch({id: null})],
+    Escape: ["close the problem", close],
   });
   const isEvaluated = data && data.sets.length > 0;
   const words =
     isEvaluated && [data.set, plural(data.total, "problem"), plural(conditions.length, "condition")].join(" · ");
-  const close = () => patch({id: null});
+  const shared = {conditions, family, close};
   const content = () => html`<${Tools} data=${data} /><${Judgement} data=${data} />
-    <div class=${`panes ${id === undefined ? "" : "opened"}`}>
-      <section class="list" aria-label="problems">
-        <${List} data=${data} conditions=${conditions} turn=${pages.turn} />
-        <${Pager} pages=${pages} shown=${data.problems.length} total=${data.total} />
-      </section>
-      <aside class="beside" aria-label="the chosen problem">
-        ${id !== undefined && html`<${Problem} set=${data.set} ...${{conditions, family, close}} />`}
-      </aside>
-    </div>`;
+    <${Panes} label="problems" chosen=${id !== undefined && html`<${Problem} set=${data.set} ...${shared} />`}>
+      <${List} data=${data} conditions=${conditions} turn=${pages.turn} />
+      <${Pager} pages=${pages} shown=${data.problems.length} total=${data.total} />
+    <//>`;
   const nothing = () => html`<${Empty} title="No evaluation yet">${HINT}<//>`;
   return html`<${Title} title="Problems" words=${words} />
     <${Answered} of=${answer}>${isEvaluated ? content : nothing}<//>`;
 }
 
 function Tools({data: {sets, set, of_tag: ofTag}}) {
-  const same = sets.map((each) => [each, each]);
   const tagged = [["", "any tag"], ...Object.entries(ofTag).map(([tag, many]) => [tag, `${tag} (${many})`])];
-  const other = {first: null, id: null, tag: null};
+  const setChoice = {name: "set", label: "held-out set", options: sets.map((each) => [each, each]), usual: set};
   return html`<div class="tools">
     <${AddressSearch} name="text" label="search in problems" resets=${FIRST} />
-    <${AddressChoice} name="set" label="held-out set" options=${same} usual=${set} resets=${other} />
+    <${AddressChoice} ...${setChoice} resets=${{first: null, id: null, tag: null}} />
     <${AddressChoice} name="sort" label="sort" options=${SORTS} resets=${FIRST} />
     <${AddressChoice} name="tag" label="tag" options=${tagged} resets=${FIRST} />
   </div>`;
@@ -155,33 +148,25 @@ function List({data, conditions, turn}) {
   </div>`;
   const column = ({label, index}) => {
     const canShow = data.tests.some((test) => test.label === label && test.can_show);
-    const title = html`<${Condition} index=${index}>${label}<//><${EvaluatedRuns} data=${data} label=${label} />`;
+    const title = html`<${Condition} index=${index} label=${label} /><${EvaluatedRuns} data=${data} label=${label} />`;
     return {key: `of ${label}`, title, cell: (row) => change(row.rates[label], index, canShow)};
   };
   const columns = [{key: "problem", title: "problem", cell: name}, ...conditions.map(column)];
-  const table = {
-    class: "tight wide matrixtable",
-    label: "solve rates",
-    noun: "problem",
-    columns,
-    rows: data.problems,
-    keyOf: (row) => row.id,
-  };
   const chosen = {
     selected: (row) => row.id === query.id,
     onOpen: (row, options) => patch({id: row.id}, options),
     onEnd: (by) => turn(by, data.total),
   };
-  return html`<${Table} ...${table} ...${chosen} />`;
+  return html`<${Table} class="tight wide matrixtable" label="solve rates" noun="problem" columns=${columns}
+    rows=${data.problems} keyOf=${(row) => row.id} ...${chosen} />`;
 }
 
-const RANGE = {min: 0, max: 1};
-const WORDS = "over the answers of all seeds, with 95 % intervals; a click opens the answers of a step";
+const SOLVE_RATE = {
+  ...{title: "Solve rate", x: "step", unit: "%", share: true, height: 220, full: true, range: {min: 0, max: 1}},
+  words: "over the answers of all seeds, with 95 % intervals; a click opens the answers of a step",
+};
 
-/**
- * Return what can stand side by side: the first condition and every other, then each at its first and last step.
- * @returns {{words: string, sides: Record<string, any>}[]}
- */
+// Return what can stand side by side: the first condition and every other, then each at its first and last step.
 function pairsOf({labels, steps, family, place}) {
   const run = (label) => (runOf(family, place, label) || {}).place;
   const [first, ...rest] = labels;
@@ -213,15 +198,15 @@ function Evolution({found, conditions, family}) {
   const {place, query} = useAddress();
   const {problem} = found;
   const split = `eval/${found.set}`;
-  const [lines, counts] = useMemo(() => {
+  const lines = useMemo(() => {
     const line = ([name, points]) => {
       const {index} = conditions.find((each) => each.label === name) || {index: 0};
       const [x, y, low, high, n] = ["step", "rate", "low", "high", "n"].map((key) => points.map((each) => each[key]));
-      return {name, index, kind: /** @type {const} */ ("mean"), sparse: true, x, y, low, high, counts: n};
+      return {name, index, kind: "mean", sparse: true, x, y, low, high, answers: n};
     };
-    const all = Object.entries(found.conditions).map(line);
-    return [all, all.map(({index, x, counts: n}) => ({index, x, n}))];
+    return Object.entries(found.conditions).map(line);
   }, [found, conditions]);
+  const counts = useMemo(() => lines.map(({index, x, answers: n}) => ({index, x, n})), [lines]);
   const labels = lines.map(({name}) => name);
   const steps = Object.fromEntries(lines.map(({name, x}) => [name, [x[0], x[x.length - 1]]]));
   const run = (label) => runOf(family, place, label);
@@ -230,17 +215,7 @@ function Evolution({found, conditions, family}) {
     const href = answers(nearestLine(lines, step, y).name, step);
     if (href) go(href);
   };
-  const options = {
-    x: "step",
-    unit: "%",
-    share: true,
-    height: 220,
-    full: true,
-    range: RANGE,
-    counts,
-    lines,
-    onStep: open,
-  };
+  const options = {...SOLVE_RATE, counts, lines, onStep: open};
   const compared = ({words, sides}) => {
     const href = link("prompt", place, {...sides, split, problem, order: query.sort});
     return html`<li key=${words}><a href=${href}>${words}</a></li>`;
@@ -254,7 +229,7 @@ function Evolution({found, conditions, family}) {
     numberColumn("step", "step", ({label, step}) => html`<a href=${answers(label, step)}>${step}</a>`),
     {key: "solved", title: "solved", cell: (row) => html`<${Rate} ...${row} />`},
   ];
-  return html`<${Chart} title="Solve rate" words=${WORDS} ...${options} />
+  return html`<${Chart} ...${options} />
     <h3>Same prompt, side by side</h3>
     <ul class="plain">${pairsOf({labels, steps, family, place}).map(compared)}</ul>
     <h3>All answers</h3>

@@ -1,6 +1,6 @@
 // Same prompt: the answers of two runs, or of one run at two steps, side by side, and where they part.
 
-import {Choice, Field, RunChoice} from "../components/inputs.js";
+import {Choice, Field, RunChoice, button} from "../components/inputs.js";
 import {Swatch} from "../components/marks.js";
 import {Empty, Failed, Loading, Title} from "../components/states.js";
 import {number, plural, shortened} from "../format.js";
@@ -15,21 +15,16 @@ const MOST_PROBLEMS = 500;
 const MOST_SAMPLES = 200;
 const SIDES = /** @type {const} */ (["a", "b"]);
 
-/**
- * Return both runs, the split, and of each side its steps and the one in sight: the chosen one, else the newest that
- * is recorded; of A beside the same run the first.
- */
+// Return both runs, the split, and of each side its steps and the one in sight: the chosen one, else the newest that is
+// recorded; of A beside the same run the first.
 function useSides() {
   const {place, query} = useAddress();
   const {home, family, known, error, retry} = useRuns(place);
   const isRun = !family.length || family.some((run) => run.place === place);
   const first = query.a || (isRun ? place : family[0].place);
   const run = {a: first, b: query.b || (first === place ? first : partner(family, first))};
-  const kinds = {kinds: ["evals"], wait: 3000};
-  const lists = {
-    a: useAnswer("iterations", known ? {at: run.a} : null, kinds),
-    b: useAnswer("iterations", known ? {at: run.b} : null, kinds),
-  };
+  const useIterations = (at) => useAnswer("iterations", known ? {at} : null, {kinds: ["evals"], wait: 3000});
+  const lists = {a: useIterations(run.a), b: useIterations(run.b)};
   const every = (side) => (lists[side].data ? lists[side].data.iterations : []);
   const all = [...new Set([...every("a"), ...every("b")].map((each) => each.split))];
   const splits = all.sort((x, y) => Number(x === "train") - Number(y === "train"));
@@ -53,7 +48,7 @@ function useSides() {
   };
 }
 
-/** Return the problems of the split: held-out ones in the order of Problems, else those of A's step. */
+// Return the problems of the split: held-out ones in the order of Problems, else those of A's step.
 function useProblems({home, split, run, step}, ready, order) {
   const isHeldOut = split.startsWith("eval/");
   const held = {at: home, set: split.slice(5), sort: order || "problem", count: MOST_PROBLEMS};
@@ -140,26 +135,25 @@ function Tools({sides, problems, problem, sample, samples}) {
   const swap = () => patch({a: run.b, b: run.a, step_a: step.b, step_b: step.a});
   const options = Array.from({length: Math.min(samples, MOST_SAMPLES)}, (_, i) => [String(i), `sample ${i}`]);
   const pick = (value) => patch({sample: value === "0" ? null : value});
-  const button = (by, text, label) => {
+  const move = (by, text, label) => {
     const to = beside(problems, problem, by);
-    const isEnd = to === null;
-    return html`<button type="button" aria-label=${label} disabled=${isEnd} onClick=${() => go(to)}>${text}</button>`;
+    return button(text, () => go(to), {"aria-label": label, disabled: to === null});
   };
   const count = at >= 0 ? `${at + 1} of ${problems.length}` : plural(problems.length, "problem");
   const field = {label: "problem", class: "place problem", placeholder: "a problem …", options: problems};
   const set = {set: split.slice(5), id: problem, sort: query.order};
   return html`<div class="tools">
     <${SplitChoice} splits=${splits} usual=${splits[0]} resets=${resets} />
-    <span class="segments">${button(-1, "‹", "previous problem")}${button(1, "›", "next problem")}</span>
+    <span class="segments">${move(-1, "‹", "previous problem")}${move(1, "›", "next problem")}</span>
     <${Field} ...${field} value=${visible(problem || "")} onEnter=${(id) => go(id || null)} />
     ${problems.length > 0 && html`<span class="small muted">${count}</span>`}
     <${Choice} label="sample" options=${options} value=${String(sample)} onChoose=${pick} />
-    <button type="button" title="A and B change places" onClick=${swap}>swap</button>
+    ${button("swap", swap, {title: "A and B change places"})}
     ${split.startsWith("eval/") && home && html`<a class="small" href=${link("problems", home, set)}>in Problems</a>`}
   </div>`;
 }
 
-/** Return in words how far two answers agree, and with what each goes on. */
+// Return in words how far two answers agree, and with what each goes on.
 function parting({a, b, diverge, by}) {
   if (!a.pieces || !b.pieces) {
     const why = "where their tokens part is not known, as the tokens of a step are not recorded.";
@@ -191,7 +185,6 @@ const WORDS_LEGEND = html`<span class="legendline">
   <span class="fork" aria-hidden="true">▶</span>first token that differs
 </span>`;
 
-// What stands above both sides.
 function Above({data}) {
   const asking = data.a.prompt.messages.length ? data.a.prompt : data.b.prompt;
   return html`<${PromptBox} prompt=${asking} />
@@ -199,23 +192,16 @@ function Above({data}) {
     <p class="parting" role="status">${parting(data)}</p>`;
 }
 
-/** @typedef {[from: number, to: number]} Span of characters */
-
 const PARTING = "first token that differs";
 const FORK = html`<span class="fork" role="img" aria-label=${PARTING} title=${PARTING}>▶</span>`;
 
-/**
- * Return the characters that the other side's text has not.
- * @param {string[]} words
- * @param {[string, number, number, number, number][]} changes
- * @returns {Span[]}
- */
+// Return [from, to] of the characters that the other side's text has not. A change has its kind, and from which word to
+// which it goes in A and in B.
 function ownSpans(words, changes, side) {
   const starts = [0];
   for (const word of words) starts.push(starts[starts.length - 1] + word.length);
-  const [first, last] = side === "a" ? [1, 2] : [3, 4];
-  const own = changes.filter((change) => change[0] !== "equal" && change[last] > change[first]);
-  return own.map((change) => [starts[Number(change[first])], starts[Number(change[last])]]);
+  const own = changes.map(([kind, ...ends]) => [kind, ...(side === "a" ? ends.slice(0, 2) : ends.slice(2))]);
+  return own.flatMap(([kind, from, to]) => (kind !== "equal" && to > from ? [[starts[from], starts[to]]] : []));
 }
 
 // Characters `from` to `to` of the text, those in `spans` marked, and the fork where `at` lies.

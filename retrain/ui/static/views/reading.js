@@ -1,6 +1,6 @@
 // What the views of texts and tokens share: the runs of a place, what a run has sampled, a slider over its steps.
 
-import {AddressChoice, RunChoice} from "../components/inputs.js";
+import {AddressChoice, RunChoice, button} from "../components/inputs.js";
 import {Answered, Empty, Failed} from "../components/states.js";
 import {useKeys} from "../keys.js";
 import {go, link, useAddress} from "../lib/address.js";
@@ -8,10 +8,10 @@ import {useAnswer, useRuns} from "../lib/answer.js";
 import {later} from "../lib/browser.js";
 import {html, useEffect, useMemo, useRef, useState} from "../lib/html.js";
 
-/**
- * Return the run, split and iterations that the address names. A run that has sampled nothing as that split leads to
- * a split that it has. `ready` says whether there is something to ask for.
- */
+const PAGE = 100;
+
+// Return the run, split and iterations that the address names. A run that has sampled nothing as that split leads to a
+// split that it has. `ready` says whether there is something to ask for.
 export function useSampled() {
   const {place, query, patch} = useAddress();
   const {runs, family, known, error, retry} = useRuns(place);
@@ -108,19 +108,17 @@ export function Steps({label, steps, step, onStep, hasKeys = false}) {
   </span>`;
 }
 
-/** Return of these lines the one whose value at a step lies next to y. */
+// Return of these lines the one whose value at a step lies next to y.
 export function nearestLine(lines, step, y) {
   const far = (line) => {
-    const value = line.y[line.x.indexOf(step)];
-    return value === null || value === undefined ? Infinity : Math.abs(value - y);
+    const value = line.y[line.x.indexOf(step)] ?? Infinity;
+    return Math.abs(value - y);
   };
   return lines.reduce((best, line) => (far(line) < far(best) ? line : best));
 }
 
-/**
- * Return what a click on a chart over steps does: it opens the rollouts behind the line next to the click, of the run
- * or of the first run of the condition. Null for charts over anything else than steps.
- */
+// Return what a click on a chart over steps does: it opens the rollouts behind the line next to the click, of the run
+// or of the first run of the condition. Null for charts over anything else than steps.
 export function openRollouts({metric, x, lines, runs}) {
   if (x !== "step" || !lines || !runs.length) return null;
   const [first, set] = metric.split("/");
@@ -143,28 +141,32 @@ export function cycled(list, value, by) {
   return list[(list.indexOf(value) + by + list.length) % list.length];
 }
 
-/** Return the first row of the page in sight, and what leads a page back or on, as far as there are rows. */
-export function usePages(size) {
+// Return the first row of the page in sight, and what leads a page back or on, as far as there are rows.
+export function usePages() {
   const {query, patch} = useAddress();
   const first = Math.max(0, Number(query.first) || 0);
   const turn = (by, total) => {
-    const to = first + by * size;
-    if (to > -size && (by < 0 || to < total)) patch({first: Math.max(0, to) || null});
+    const to = first + by * PAGE;
+    if (to > -PAGE && (by < 0 || to < total)) patch({first: Math.max(0, to) || null});
   };
-  return {first, size, turn};
+  return {first, count: PAGE, turn};
 }
 
-export function Pager({pages: {first, size, turn}, shown, total}) {
-  const button = (by, text, isEnd) =>
-    html`<button type="button" disabled=${isEnd} onClick=${() => turn(by, total)}>${text}</button>`;
-  return (
-    (total > size || first > 0) &&
-    html`<div class="tools">
-    ${button(-1, "← previous", first === 0)}
+export function Pager({pages: {first, count, turn}, shown, total}) {
+  if (total <= count && first === 0) return null;
+  return html`<div class="tools">
+    ${button("← previous", () => turn(-1, total), {disabled: first === 0})}
     <span class="small">${shown ? first + 1 : 0} to ${first + shown} of ${total}</span>
-    ${button(1, "next →", first + size >= total)}
-  </div>`
-  );
+    ${button("next →", () => turn(1, total), {disabled: first + count >= total})}
+  </div>`;
+}
+
+// A list, and beside it what is chosen of it. A chosen one that cannot be shown yet has its place (`isOpen`).
+export function Panes({label, chosen, isOpen = Boolean(chosen), children}) {
+  return html`<div class=${`panes ${isOpen ? "opened" : ""}`}>
+    <section class="list" aria-label=${label}>${children}</section>
+    <aside class="beside" aria-label=${`the chosen ${label.slice(0, -1)}`}>${chosen}</aside>
+  </div>`;
 }
 
 // Shorten a name in its middle: its end tells names apart more often than its beginning.

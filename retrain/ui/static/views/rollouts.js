@@ -1,6 +1,6 @@
 // Rollouts of a step: how rewards lie, groups as strips, samples to sort and filter, and one of them opened beside.
 
-import {AddressTick} from "../components/inputs.js";
+import {AddressTick, button} from "../components/inputs.js";
 import {Rate} from "../components/marks.js";
 import {Answered, ClosableHead, Empty, Title} from "../components/states.js";
 import {number, plural} from "../format.js";
@@ -10,10 +10,10 @@ import {useAnswer} from "../lib/answer.js";
 import {html, useEffect, useElement} from "../lib/html.js";
 import {nameOf} from "../names.js";
 import {Outcome, PromptBox, Search, Strip, Turns} from "./conversation.js";
-import {Pager, PromptLink, SampledAnswer, SampledTools, beside, splitName, usePages, useSampled} from "./reading.js";
+import {Pager, Panes, PromptLink, SampledAnswer, SampledTools} from "./reading.js";
+import {beside, splitName, usePages, useSampled} from "./reading.js";
 import {Filters, Groups, Rewards, Samples, filtersOf} from "./rollouts_parts.js";
 
-const PAGE = 100;
 const SIDE_BY_SIDE = 16;
 
 export function Rollouts() {
@@ -25,10 +25,11 @@ function OneStep() {
   const {query, patch} = useAddress();
   const sampled = useSampled();
   const {run, split, ready, empty} = sampled;
-  const pages = usePages(PAGE);
+  const pages = usePages();
   const index = query.index === undefined ? null : Number(query.index);
   const {iteration, sort, down} = query;
-  const question = {at: run, split, iteration, sort, down, first: pages.first, count: PAGE, ...filtersOf(query)};
+  const {first, count} = pages;
+  const question = {at: run, split, iteration, sort, down, first, count, ...filtersOf(query)};
   const kinds = iteration === undefined ? ["metrics", "evals"] : null;
   const list = useAnswer("rollouts", ready ? question : null, {kinds, wait: 3000});
   const {data} = list;
@@ -49,27 +50,21 @@ function OneStep() {
   });
   const body = () => html`<${List} data=${data} index=${index} choose=${choose} turn=${pages.turn} />
     <${Pager} pages=${pages} shown=${data.rollouts.length} total=${data.passing} />`;
+  const opened = html`<${Opened} ...${{sampled, index, choose, close}} />`;
+  const overview =
+    data &&
+    html`<div class="overview">
+      <${Rewards} histogram=${data.histogram} /><${Groups} groups=${data.groups} index=${index} onSample=${choose} />
+    </div>`;
   return html`<${Head} data=${data} />
     <${SampledTools} ...${{sampled, steps, about}} resets=${{index: null, first: null, iteration: null}}>
       ${about && !about.recorded && html`<span class="small muted">${SHORTENED}</span>`}
     <//>
     <div class="stack">
-      ${
-        data &&
-        !empty &&
-        html`<div class="overview">
-        <${Rewards} histogram=${data.histogram} /><${Groups} groups=${data.groups} index=${index} onSample=${choose} />
-      </div>`
-      }
-      <${Filters} body=${data} />
-      <div class=${`panes ${index === null ? "" : "opened"}`}>
-        <section class="list" aria-label="rollouts">
-          <${SampledAnswer} sampled=${sampled} of=${list}>${body}<//>
-        </section>
-        <aside class="beside" aria-label="the chosen rollout">
-          ${index !== null && ready && html`<${Opened} ...${{sampled, index, choose, close}} />`}
-        </aside>
-      </div>
+      ${!empty && overview}<${Filters} body=${data} />
+      <${Panes} label="rollouts" isOpen=${index !== null} chosen=${index !== null && ready && opened}>
+        <${SampledAnswer} sampled=${sampled} of=${list}>${body}<//>
+      <//>
     </div>`;
 }
 
@@ -183,7 +178,6 @@ function SearchResults() {
     <${Answered} of=${answer}>${(body) => html`<${Found} body=${body} />`}<//>`;
 }
 
-// `body`: the answer of /api/search.
 function Found({body: {rollouts: rows, passing, searched, of, next}}) {
   const {query, patch} = useAddress();
   // A rollout's own step, where it is chosen among those of its step that pass the same search.
@@ -201,21 +195,11 @@ function Found({body: {rollouts: rows, passing, searched, of, next}}) {
   ];
   const order = {sort: query.sort || "newest", down: query.down !== "0", onSort: sort};
   const keyOf = ({place, split, iteration, index}) => [place, split, iteration, index].join(" ");
-  const table = {
-    label: "rollouts of all steps",
-    noun: "rollout",
-    rows,
-    columns,
-    keyOf,
-    href,
-    isSortable: false,
-    ...order,
-  };
-  const button = (text, to) => html`<button type="button" onClick=${() => patch({first: to})}>${text}</button>`;
+  const table = {label: "rollouts of all steps", noun: "rollout", rows, columns, keyOf, href, ...order};
+  const from = (text, to) => button(text, () => patch({first: to}));
   return html`<div class="tools">
       <span class="muted">${plural(passing, "rollout")} found, ${searched} of ${plural(of, "step")} searched</span>
-      ${query.first && button("From the newest step", null)}
-      ${next !== null && button("Search further steps", next)}
+      ${query.first && from("From the newest step", null)}${next !== null && from("Search further steps", next)}
     </div>
-    ${rows.length > 0 && html`<${Samples} ...${table} onOpen=${(row) => go(href(row))} />`}`;
+    ${rows.length > 0 && html`<${Samples} ...${table} isSortable=${false} onOpen=${(row) => go(href(row))} />`}`;
 }

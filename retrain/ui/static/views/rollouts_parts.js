@@ -1,6 +1,6 @@
 // Parts of Rollouts: the histogram of rewards to choose from, groups as strips, filters, and the table.
 
-import {AddressChoice, AddressField, AddressSearch, AddressTick} from "../components/inputs.js";
+import {AddressChoice, AddressField, AddressSearch, AddressTick, button, stateOf} from "../components/inputs.js";
 import {Table, numberColumn} from "../components/table.js";
 import {NOTHING, number, plural, shortened} from "../format.js";
 import {isCopy} from "../copy.js";
@@ -16,18 +16,13 @@ const FILTERS = [
 // What is of one step, or of all of them alone.
 const STEP = {iteration: null, index: null, group: null, beside: null, sort: null, down: null, first: null};
 const FIRST = {first: null};
-const KEPT = [
-  ["", "all"],
-  ["trained", "trained on"],
-  ["discarded", "discarded"],
-];
+const KEPT = Object.entries({"": "all", trained: "trained on", discarded: "discarded"});
 const ALL_STEPS = "of all runs here, in training and in evaluations";
 const ERRORS = "only those with a failed tool call or that could not be graded";
 const TALL = 96;
 const NAMED = 12; // So many bars have their numbers
 const MOST_GROUPS = 120;
 
-/** Return the filters of the address. */
 export function filtersOf(query) {
   return Object.fromEntries(FILTERS.map((key) => [key, query[key]]));
 }
@@ -42,11 +37,9 @@ export function Rewards({histogram: {ends, counts, at, absent}}) {
     const isOn = Number(query.reward_min) === low && Number(query.reward_max) === high;
     const words = `${plural(n, "rollout")} with reward ${at ? number(low) : `${number(low)} to ${number(high)}`}`;
     const pick = () => patch({reward_min: isOn ? null : low, reward_max: isOn ? null : high, first: null});
-    const state = {class: "bin", title: words, "aria-label": words, "aria-pressed": String(isOn)};
-    return html`<button type="button" key=${i} ...${state} onClick=${pick}>
-      ${every === 1 && n}<i style=${{height: `${n && Math.max(2, (n / most) * TALL)}px`}} />
-      <small>${i % every === 0 && number(low)}</small>
-    </button>`;
+    const content = html`${every === 1 && n}<i style=${{height: `${n && Math.max(2, (n / most) * TALL)}px`}} />
+      <small>${i % every === 0 && number(low)}</small>`;
+    return button(content, pick, {...stateOf("bin", words, isOn), key: i});
   };
   const rest = absent ? ` · ${absent} without a reward` : "";
   const bars = html`<div class="bins" role="group" aria-label="histogram of rewards">${counts.map(bar)}</div>`;
@@ -65,7 +58,7 @@ export function Groups({groups, index, onSample}) {
     const state = {class: "bare", title: hint.join(", "), "aria-pressed": String(isOn)};
     const pick = () => patch({group: isOn ? null : group, first: null});
     return html`<div class=${`grouprow ${discarded ? "dropped" : ""}`} key=${group}>
-      <button type="button" ...${state} onClick=${pick}>${shortName(problem_id ?? group, 24)}</button>
+      ${button(shortName(problem_id ?? group, 24), pick, state)}
       <${Strip} samples=${samples} chosen=${index} onPick=${onSample} label=${`samples of group ${group}`} />
       ${discarded && html`<span class="small muted">${discarded}</span>`}
     </div>`;
@@ -93,30 +86,24 @@ export function Filters({body}) {
   </span>`;
   const choice = (name, label, options) =>
     html`<${AddressChoice} name=${name} label=${label} options=${options} resets=${FIRST} />`;
-  const without = (key, text) => {
-    const drop = () => patch({[key]: null, first: null});
-    return query[key] && html`<button type="button" aria-label=${`any ${key}`} onClick=${drop}>${text} ×</button>`;
-  };
+  const without = (key, text) =>
+    query[key] && button(`${text} ×`, () => patch({[key]: null, first: null}), {"aria-label": `any ${key}`});
   const same = (any, names) => [["", any], ...names.map((name) => [name, name])];
   const none = Object.fromEntries([...FILTERS, "first"].map((key) => [key, null]));
   const isFiltered = FILTERS.some((key) => query[key] !== undefined);
+  const ofStep = () => html`${choice("stop", "stop", same("any stop", body.stops))}
+    ${choice("tag", "tag", same("any tag", body.tags))}${choice("kept", "trained on or discarded", KEPT)}
+    <${AddressTick} name="errors" title=${ERRORS} resets=${FIRST}>with errors<//>
+    ${without("problem", `problem ${shortened(query.problem || "", 30)}`)}${without("group", `group ${query.group}`)}`;
   return html`<div class="tools filters">
     <${AddressSearch} name="text" label="search prompts and answers" resets=${FIRST} />
     ${!isCopy() && html`<${AddressTick} name="steps" on="all" title=${ALL_STEPS} resets=${STEP}>all steps<//>`}
     ${ends("reward", "reward")}${ends("tokens", "length")}
-    ${
-      body &&
-      html`${choice("stop", "stop", same("any stop", body.stops))}${choice("tag", "tag", same("any tag", body.tags))}
-        ${choice("kept", "trained on or discarded", KEPT)}
-        <${AddressTick} name="errors" title=${ERRORS} resets=${FIRST}>with errors<//>
-        ${without("problem", `problem ${shortened(query.problem || "", 30)}`)}
-        ${without("group", `group ${query.group}`)}`
-    }
-    ${isFiltered && html`<button type="button" onClick=${() => patch(none)}>Clear filters</button>`}
+    ${body && ofStep()}
+    ${isFiltered && button("Clear filters", () => patch(none))}
   </div>`;
 }
 
-// Why a rollout ended, and what went wrong in it.
 function Ended({row: {stop_reason: stop, ended, discarded, error, tool_errors: errors}}) {
   const words = [stop, ended && ended !== "done" && ended !== stop ? ended : null].filter(Boolean).join(", ");
   const failed = (text, hint = null) => html`<span class="pill failed" title=${hint}>${text}</span>`;

@@ -1,7 +1,7 @@
 // Where the time of a run's steps went: a row of bars for each step, and the lanes of one step.
 
-import {Choice} from "../components/inputs.js";
-import {StepTimes, StepWindow, WINDOW, stepOf} from "../components/step_times.js";
+import {Choice, button} from "../components/inputs.js";
+import {StepTimes, StepWindow, neighbour, rowsFrom} from "../components/step_times.js";
 import {Answered, Empty, Loading, Title} from "../components/states.js";
 import {plural} from "../format.js";
 import {useKeys} from "../keys.js";
@@ -9,20 +9,6 @@ import {go, link, useAddress} from "../lib/address.js";
 import {EVERY_KIND, useAnswer, useRuns} from "../lib/answer.js";
 import {html, useEffect} from "../lib/html.js";
 import {nameOf, runName} from "../names.js";
-
-// Rows of the file, one for each step.
-function rowsFrom(from) {
-  return {from: Math.max(0, from), to: Math.max(0, from) + WINDOW};
-}
-
-// Return the changes of the address that lead a step back or forward; null at either end.
-function neighbour({shown, from, to, steps}, step, by) {
-  const at = shown.indexOf(stepOf(shown, step)) + by;
-  if (at >= 0 && at < shown.length) return {step: shown[at].step};
-  if (at < 0 && from > 0) return {...rowsFrom(from - WINDOW), step: shown[0].step - 1};
-  if (at > 0 && to < steps) return {...rowsFrom(to), step: shown[shown.length - 1].step + 1};
-  return null;
-}
 
 export function Timeline() {
   const {place} = useAddress();
@@ -44,16 +30,22 @@ function RunTimeline({runs}) {
   const answer = useAnswer("timeline", {at: place, from, to}, {kinds: from ? null : EVERY_KIND});
   const {data} = answer;
   const isFilled = data && data.shown.length > 0;
-  const move = (by) => () => {
-    const changes = isFilled ? neighbour(data, query.step, by) : null;
+  const sight = isFilled && {shown: data.shown, from: data.from, to: data.to, count: data.steps};
+  const walk = (by) => () => {
+    const changes = sight && neighbour(sight, query.step, by);
     if (changes) patch(changes, {replace: true});
   };
-  useKeys({h: ["previous step", move(-1)], l: ["next step", move(1)]});
+  useKeys({h: ["previous step", walk(-1)], l: ["next step", walk(1)]});
   const names = runs.map((run) => [run.place, runName(run)]);
   const choose = (value) => go(link("timeline", value));
+  const move = (start) => patch({...rowsFrom(start), step: null});
+  const newest = () => patch({from: null, to: null, step: null});
+  const words = isFilled && `, ${plural(data.steps, "step")} in all; h and l: other steps`;
+  const buttons = html`<${StepWindow} ...${sight} words=${words} onMove=${move}>
+    ${button("newest", newest, {disabled: !from})}
+  <//>`;
   return html`<div class="tools">
-      <${Choice} label="run" options=${names} value=${place} onChoose=${choose} />
-      ${isFilled && html`<${Window} data=${data} />`}
+      <${Choice} label="run" options=${names} value=${place} onChoose=${choose} />${isFilled && buttons}
     </div>
     <${Answered} of=${answer}>
       ${(body) =>
@@ -61,14 +53,4 @@ function RunTimeline({runs}) {
           ? html`<${StepTimes} ...${body} step=${query.step} choose=${(step) => patch({step})} />`
           : html`<${Empty} title="No times here">This run recorded no spans (timing_spans.jsonl).<//>`}
     <//>`;
-}
-
-function Window({data: {shown, steps: count, from, to}}) {
-  const {query, patch} = useAddress();
-  const newest = () => patch({from: null, to: null, step: null});
-  const move = (start) => patch({...rowsFrom(start), step: null});
-  const words = `, ${plural(count, "step")} in all; h and l: other steps`;
-  return html`<${StepWindow} ...${{shown, from, to, count, words}} onMove=${move}>
-    <button type="button" disabled=${!query.from} onClick=${newest}>newest</button>
-  <//>`;
 }

@@ -5,35 +5,24 @@ import {NUMBERS, facts} from "../components/token_scales.js";
 import {html, useElement, useLayoutEffect, useMemo, useRef, visible} from "../lib/html.js";
 import {EMPTY_TEXT, Turns} from "./conversation.js";
 
-/** @typedef {{at: number | null, scroll: boolean}} Chosen `scroll` brings the token into sight */
-
 const MOVES = /** @type {Record<string, number>} */ ({ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10});
-// Buttons of what tokens can be coloured by, and what the colours mean.
 export function ColourChoice({names, value, scale, onChoose}) {
   const options = [["none", "plain"], ...names.map((name) => [name, NUMBERS[name].title, NUMBERS[name].words])];
   const stop = ([css, text]) => html`<span class=${`t ${css}`} key=${text}>${text}</span>`;
+  const legend = () => html`<span class="legendline" title=${NUMBERS[value].words}>
+    <span class="muted">${NUMBERS[value].title}: </span>${scale.stops.map(stop)}
+  </span>`;
   return html`<${Tabs} label="colour of the tokens" options=${options} value=${value} onChoose=${onChoose} />
-    ${
-      scale &&
-      html`<span class="legendline" title=${NUMBERS[value].words}>
-            <span class="muted">${NUMBERS[value].title}: </span>${scale.stops.map(stop)}
-          </span>`
-    }`;
+    ${scale && legend()}`;
 }
 
 function kindOf(piece) {
   return piece === "" ? "t nil" : piece.includes("\n") ? "t line" : "t";
 }
 
-/** Return the numbers of the turns' first tokens. @param {string[][]} pieces */
 export function startsOf(pieces) {
   let at = 0;
   return pieces.map((turn) => (at += turn.length) - turn.length);
-}
-
-function TokenSpans({pieces, first}) {
-  const spans = pieces.map((piece, k) => html`<span class=${kindOf(piece)} data-at=${first + k}>${piece}</span>`);
-  return html`<div class="tokentext" dir="auto">${spans.length ? spans : EMPTY_TEXT}</div>`;
 }
 
 /** Return what pointing, clicking and keys do over tokens; `onPick(i, byKeys)`, `onPoint(i | null)`. */
@@ -65,15 +54,18 @@ function tokenEvents({count, chosen, onPick, onPoint}) {
   };
 }
 
-// The turns of a rollout as tokens, coloured by `values` on `scale`; without `pieces` their texts. `children`: what
-// stands above the turns; not drawn again.
+// The turns of a rollout as tokens, coloured by `values` on `scale`; without `pieces` their texts. `chosen` is
+// {at, scroll}: `scroll` brings the token into sight. `children`: what stands above the turns; not drawn again.
 export function TokenArea({label, line, pieces, values, scale, chosen, onPick, onPoint, children = null}) {
   const root = useElement();
   const spans = useRef(/** @type {HTMLElement[]} */ ([]));
   const kinds = useMemo(() => (pieces || []).flat().map(kindOf), [pieces]);
   const content = useMemo(() => {
     const starts = startsOf(pieces || []);
-    const body = (turn, k) => html`<${TokenSpans} pieces=${pieces[k]} first=${starts[k]} />`;
+    const span = (first) => (piece, i) => html`<span class=${kindOf(piece)} data-at=${first + i}>${piece}</span>`;
+    const body = (turn, k) => html`<div class="tokentext" dir="auto">
+      ${pieces[k].length ? pieces[k].map(span(starts[k])) : EMPTY_TEXT}
+    </div>`;
     return html`${children}<${Turns} line=${line} body=${pieces ? body : null} />`;
   }, [line, pieces]);
   useLayoutEffect(() => {
@@ -98,11 +90,7 @@ export function TokenArea({label, line, pieces, values, scale, chosen, onPick, o
   </div>`;
 }
 
-/**
- * Return what is known of a token: title, text, name.
- * @param {string[][]} pieces
- * @returns {any[]}
- */
+/** Return what is known of a token: title, text, name. @returns {any[]} */
 function rowsOf(numbers, pieces, i) {
   const all = pieces.flat();
   const turn = startsOf(pieces).filter((first) => first <= i).length;
@@ -111,7 +99,6 @@ function rowsOf(numbers, pieces, i) {
   return [["token", where, ""], ["text", text, "text"], ...facts(numbers, i)];
 }
 
-// All numbers of the token that is pointed at.
 export function TokenFacts({numbers, pieces, at, name}) {
   const hint = html`<div>
     <dt>token</dt><dd class="muted">point at a token, or use the arrow keys in the text</dd>

@@ -12,15 +12,13 @@ import {Outcome, PromptBox, Strip} from "./conversation.js";
 import {Chips, PromptLink, SampledAnswer, SampledTools, beside, cycled, splitName, useSampled} from "./reading.js";
 import {ColourChoice, SpokenToken, TokenArea, TokenFacts, startsOf} from "./token_text.js";
 
-/** @typedef {import("./token_text.js").Chosen} Chosen */
-
-/** Return the steps whose tokens are recorded, and the one in sight. */
+// Return the steps whose tokens are recorded, and the one in sight.
 function stepsOf({iterations}, about) {
   const recorded = iterations.filter((each) => each.recorded).map((each) => each.iteration);
   return [...new Set([...recorded, ...(about ? [about.iteration] : [])])].sort((a, b) => a - b);
 }
 
-/** Return what tokens are coloured by: as the address says, else by credit where it changed something. */
+// Return what tokens are coloured by: as the address says, else by credit where it changed something.
 function colourOf(chosen, numbers) {
   if (chosen in numbers) return chosen;
   if (chosen === "none") return null;
@@ -77,25 +75,17 @@ function keysOf({data, index, names, colour, patch}) {
 
 function titleOf({prompt, line, pieces, about}, index) {
   const many = (pieces || []).flat().length;
-  const parts = [
-    splitName(about.split),
-    `step ${about.iteration}`,
-    prompt.problem_id,
-    `sample ${line.sample ?? index}`,
-  ];
-  const known = [...parts, many ? plural(many, "token") : null].filter((each) => each !== null && each !== undefined);
-  return html`${known.join(" · ")}<${Chips} tags=${prompt.tags} />`;
+  const where = [splitName(about.split), `step ${about.iteration}`, prompt.problem_id];
+  const parts = [...where, `sample ${line.sample ?? index}`, many ? plural(many, "token") : null];
+  return html`${parts.filter((each) => (each ?? null) !== null).join(" · ")}<${Chips} tags=${prompt.tags} />`;
 }
 
-/**
- * Return the chosen token and how to choose one. The address follows a moment later, and then names the step too, as
- * the newest one moves on while a run trains.
- * @returns {[Chosen, (at: number, scroll: boolean) => void]}
- */
+// Return the chosen token and how to choose one. The address follows a moment later, and then names the step too, as
+// the newest one moves on while a run trains.
 function useChosen(data) {
   const {query, patch} = useAddress();
   const there = query.pos === undefined ? null : Number(query.pos);
-  const [chosen, setChosen] = useState(/** @type {Chosen} */ ({at: there, scroll: true}));
+  const [chosen, setChosen] = useState({at: there, scroll: true});
   const newest = useRef(/** @type {(at: number) => void} */ (() => {}));
   newest.current = (at) => patch({iteration: data.about.iteration, pos: at}, {replace: true});
   const send = useMemo(() => later((at) => newest.current(at), 250), []);
@@ -107,8 +97,10 @@ function useChosen(data) {
     setChosen({at, scroll});
     send(at);
   };
-  return [chosen, choose];
+  return /** @type {const} */ ([chosen, choose]);
 }
+
+const LABEL = "the rollout's text; arrow keys move from token to token";
 
 function Rollout({data, numbers, colour, steps}) {
   const {patch} = useAddress();
@@ -123,22 +115,13 @@ function Rollout({data, numbers, colour, steps}) {
   const paint = (name) => patch({colour: name}, {replace: true});
   const colours = {names: Object.keys(numbers), value: colour || "none", scale, onChoose: paint};
   const along = {name: colour, values, starts, chosen: chosen.at, pointed};
-  const area = {
-    line,
-    pieces,
-    values,
-    scale,
-    chosen,
-    label: "the rollout's text; arrow keys move from token to token",
-  };
+  const area = {line, pieces, values, scale, chosen, label: LABEL};
+  const facts = {numbers, pieces, at: known, name: colour};
+  const paints = () => html`<div class="tools paints sticky">
+    <${ColourChoice} ...${colours} /><${TokenFacts} ...${facts} />
+  </div>`;
   return html`<${Outcome} line=${line} />
-    ${
-      pieces
-        ? html`<div class="tools paints sticky">
-            <${ColourChoice} ...${colours} /><${TokenFacts} ...${{numbers, pieces, at: known, name: colour}} />
-          </div>`
-        : html`<${Unrecorded} data=${data} steps=${steps} />`
-    }
+    ${pieces ? paints() : html`<${Unrecorded} data=${data} steps=${steps} />`}
     ${pieces && values && html`<${Profile} ...${along} onPick=${(i) => choose(i, true)} onPoint=${setPointed} />`}
     <${TokenArea} ...${area} onPick=${choose} onPoint=${setPointed}><${PromptBox} prompt=${prompt} /><//>
     ${pieces && html`<${SpokenToken} numbers=${numbers} pieces=${pieces} at=${chosen.at} />`}`;
