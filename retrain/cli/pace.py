@@ -10,9 +10,10 @@ from retrain.config.root import defines_run
 from retrain.config.runs import differences
 from retrain.device import nvidia_gpus, processor, usable_cpus
 from retrain.errors import RetrainError
-from retrain.records.reader import RunReader, homes_of_runs, read_manifest, run_entries
+from retrain.files import iter_jsonl, read_json, read_jsonl
+from retrain.records.reader import homes_of_runs, read_config, read_manifest, run_entries
 from retrain.records.schema.base import Values
-from retrain.records.schema.layout import MANIFEST
+from retrain.records.schema.layout import ENVIRONMENT, EVALS, MANIFEST, METRICS
 
 SAME = (
     ("model", "model"), ("model", "revision"), ("model", "quantize"), ("inference", "engine"), ("inference", "dtype"),
@@ -50,12 +51,12 @@ def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace |
 def _pace_of(home: Path, config: Values, device: str) -> Iterator[Pace]:
     """Yield the pace of one directory, or nothing if no run of it matches. Raises an error if its records are
     damaged."""
-    if not (home / MANIFEST).is_file() or not _is_this_machine(RunReader(home).environment()):
+    if not (home / MANIFEST).is_file() or not _is_this_machine(read_json(home / ENVIRONMENT)):
         return
     manifest = read_manifest(home)
     runs: dict[str, tuple[float, int, tuple[str, ...]]] = {}
     for entry in run_entries(home, manifest):
-        run = _run_pace(RunReader(home / entry.path), config, device) if entry.state == "done" else None
+        run = _run_pace(home / entry.path, config, device) if entry.state == "done" else None
         if run is not None:
             runs[entry.run_id] = run
     # Runs of a cohort step together: each has recorded the time of all of them.
@@ -66,16 +67,16 @@ def _pace_of(home: Path, config: Values, device: str) -> Iterator[Pace]:
         yield Pace(home, len(runs), seconds, completions, min((keys for *_, keys in runs.values()), key=len))
 
 
-def _run_pace(reader: RunReader, config: Values, device: str) -> tuple[float, int, tuple[str, ...]] | None:
+def _run_pace(run: Path, config: Values, device: str) -> tuple[float, int, tuple[str, ...]] | None:
     """Return a run's seconds of training, the completions sampled in them and the keys in which it differs; None if it
     used another kind of device or differs in a setting of ``SAME``."""
-    facts, rows = reader.config(), reader.metrics()
+    facts, rows = read_config(run), read_jsonl(run / METRICS)
     if (facts["built"]["device"] == "cpu") != (device == "cpu"):
         return None
     if any(facts[section][key] != config[section][key] for section, key in SAME):
         return None
     completions = len(rows) * facts["training"]["batch_size"] * facts["training"]["group_size"]
-    completions += sum(row[f"eval/{row['name']}/problems"] * row["samples"] for row in reader.evaluations())
+    completions += sum(row[f"eval/{row['name']}/problems"] * row["samples"] for row in iter_jsonl(run / EVALS))
     recorded = {section: facts[section] for section in config if section in facts}
     return (
         sum(row["step_time_s"] for row in rows),

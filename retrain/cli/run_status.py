@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.errors import UsageError
-from retrain.records.reader import RunReader, read_manifest, run_entries
+from retrain.files import read_jsonl
+from retrain.records.reader import read_manifest, run_entries
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import RunEntry
-from retrain.records.schema.layout import MANIFEST, METRICS
+from retrain.records.schema.layout import EVALS, MANIFEST, METRICS
+from retrain.util.jsonl import last_row
 
 
 class AccuracyChange(NamedTuple):
@@ -89,10 +91,10 @@ def recommended_rank(manifest: Values | None) -> int | None:
 
 
 def _run_status(directory: Path, entry: RunEntry) -> Row:
-    reader = RunReader(directory / entry.path)
-    metrics = reader.directory / METRICS
-    row, view = reader.last_row(), RunView(entry.run_id, entry.label, entry.seed or 0)
-    for evaluation in reader.evaluations():
+    run = directory / entry.path
+    metrics = run / METRICS
+    row, view = last_row(metrics), RunView(entry.run_id, entry.label, entry.seed or 0)
+    for evaluation in read_jsonl(run / EVALS):
         view.add_evaluation(str(evaluation.get("name", HELDOUT)), evaluation)
     return {
         "run_id": entry.run_id,

@@ -6,19 +6,22 @@ that cannot start stops the run; a later failure does not affect the training.
 
 from __future__ import annotations
 
+import heapq
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 
 from retrain.config.evaluation import trackers
 from retrain.errors import PluginError, RetrainError
-from retrain.files import dumps
+from retrain.files import dumps, iter_jsonl
 from retrain.plugins import load_function
 from retrain.records.catalogue import wandb_name
 from retrain.records.context import RunContext
-from retrain.records.reader import RunReader
 from retrain.records.schema.base import Row, Values
+from retrain.records.schema.layout import EVALS, METRICS
 from retrain.records.trackers import TRACKERS, TrackedRun, Tracker, Warn, is_evaluation
 from retrain.threads import Thread
 
@@ -155,23 +158,17 @@ class Reporter:
         self.warn(f"{self.name} {reason}; it gets no further rows, training goes on{advice and f'. {advice}'}")
 
 
-def recorded_history(directory: Path, first: int, finished: int) -> Iterator[tuple[int, Row]]:
-    """Yield (step, numbers) of the rows and evaluations that earlier processes have recorded, from step ``first`` on,
+def recorded_history(directory: Path, first: int, finished: int) -> Iterable[tuple[int, Row]]:
+    """Return (step, numbers) of the rows and evaluations that earlier processes have recorded, from step ``first`` on,
     in the order in which a tracker receives them. ``finished``: number of recorded steps."""
-    reader = RunReader(directory)
     evaluations: dict[int, Row] = {}
-    for line in reader.evaluations():
+    for line in iter_jsonl(directory / EVALS):
         if first <= line["step"] <= finished:
             numbers = {key: value for key, value in line.items() if key.startswith("eval/")}
             evaluations.setdefault(line["step"], {}).update(numbers)
-    for row in reader.iter_metrics():
-        if row["step"] >= finished:
-            break
-        if row["step"] >= first:
-            if row["step"] in evaluations:
-                yield row["step"], evaluations.pop(row["step"])
-            yield row["step"], without_evaluations(row)
-    yield from evaluations.items()
+    rows = takewhile(lambda row: row["step"] < finished, iter_jsonl(directory / METRICS))
+    numbers = ((row["step"], without_evaluations(row)) for row in rows if row["step"] >= first)
+    return heapq.merge(sorted(evaluations.items()), numbers, key=itemgetter(0))  # an evaluation before its step's row
 
 
 def start_tracker(name: str, tracker: Tracker, context: RunContext, state: Values | None) -> Row:

@@ -19,10 +19,12 @@ from typing import TypeGuard
 from retrain.config.evaluation import DECIDING, HELDOUT, PART, too_early, whole_evaluations
 from retrain.config.root import sections
 from retrain.errors import UsageError
+from retrain.files import read_jsonl
 from retrain.records.catalogue import BY_KEY
-from retrain.records.reader import RunReader
+from retrain.records.reader import read_config
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import RunEntry
+from retrain.records.schema.layout import EVALS, METRICS
 
 METRIC = f"eval/{HELDOUT}/correct_rate"
 # Metrics of the held-out evaluation that may be named without its prefix
@@ -237,8 +239,7 @@ def area_under(curve: Sequence[tuple[int, float]]) -> float | None:
 
 def read_run(directory: Path, entry: RunEntry) -> RunResult:
     path = directory / entry.path
-    reader = RunReader(path)
-    facts = reader.config()
+    facts = read_config(path)
     config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}
     seed = entry.seed or 0
     return RunResult(
@@ -249,8 +250,8 @@ def read_run(directory: Path, entry: RunEntry) -> RunResult:
         reason=entry.reason,
         path=path,
         pair=(config.get("campaign", {}).get("seed", 0), seed),
-        rows=reader.metrics(),
-        evaluations=reader.evaluations(),
+        rows=read_jsonl(path / METRICS),
+        evaluations=read_jsonl(path / EVALS),
         config=config,
         facts=facts,
     )
