@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -215,25 +216,17 @@ class LogLines(NamedTuple):
 def log_lines(path: Path, before: int, search: str, most: int) -> LogLines:
     """Return the last ``most`` lines, in the file's order, that end before byte ``before`` (-1: the end of the file)
     and contain ``search``, which is lower case. Reads ``LOG_BYTES`` at most."""
-    matches: list[tuple[int, str]] = []
-    begin = 0
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         end = size if before < 0 else min(before, size)
         for reach in (LOG_BLOCK, LOG_BYTES):
-            file.seek(start := max(0, end - reach))
-            data = file.read(end - start)
-            lines = data.splitlines(keepends=True)
-            cut = lines.pop(0) if start and lines else b""  # may have its beginning further ahead
-            begin = start + len(cut) if lines else start
-            position, matches = end, []
-            for line in reversed(lines):
-                position -= len(line)
-                text = line.decode("utf-8", "replace").rstrip("\r\n")
-                if search in text.lower():
-                    matches.append((position, text))
-                    if len(matches) == most:
-                        return LogLines(matches[::-1], position or None)
-            if not start:
+            start = max(0, end - reach)
+            lines = os.pread(file.fileno(), end - start, start).splitlines(keepends=True)
+            begins = accumulate(map(len, lines[:-1]), initial=start)
+            texts = (line.decode("utf-8", "replace").rstrip("\r\n") for line in lines)
+            read = list(zip(begins, texts, strict=False))[1 if start else 0 :]  # the first may begin further ahead
+            matches = [(begin, text) for begin, text in read if search in text.lower()]
+            if len(matches) >= most or not start:
                 break
-    return LogLines(matches[::-1], begin or None)
+    matches, first = matches[-most:], read[0][0] if read else start
+    return LogLines(matches, (matches[0][0] if len(matches) == most else first) or None)

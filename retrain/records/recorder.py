@@ -12,16 +12,15 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from retrain.config.evaluation import trackers as tracker_names
 from retrain.device import timestamp
-from retrain.files import dumps, iter_jsonl, keep_rows, read_jsonl, truncate_jsonl, write_json, write_text
+from retrain.files import dumps, iter_jsonl, keep_rows, read_jsonl, truncate_jsonl, write_bytes, write_json, write_text
 from retrain.records.columns import BLOCK, ColumnWriter
 from retrain.records.context import RunContext
-from retrain.records.environment import SystemInfo
 from retrain.records.measure import measure_step
-from retrain.records.notes import WINDOW, explain, inapplicable, note_line
+from retrain.records.notes import WINDOW, explain, note_line
 from retrain.records.pages.rollouts import rollout_page
 from retrain.records.pages.timeline import write_timeline
 from retrain.records.reporter import Reporter, make_trackers
@@ -86,16 +85,14 @@ class RunRecorder(RecordFiles):
         super().__init__(Path(run_dir), guard)
         self.context, self._token_text, self._show_warning = context, token_text, warn
         self._columns = ColumnWriter(self.directory / layout.METRICS, self.directory / layout.COLUMNS)
-        logging = context.config.logging
-        if trackers is None and tracker_names(logging.report_to, logging.wandb_project):
+        if trackers is None:
             trackers = make_trackers(context, self.directory, self._warn)
-        self._reporters = [Reporter(name, tracker, self._warn) for name, tracker in (trackers or {}).items()]
+        self._reporters = [Reporter(name, tracker, self._warn) for name, tracker in trackers.items()]
         self._state = replace(START, sha256=EMPTY)
         self._data = ""  # hash of the problems, training and held-out
         self._finished = 0  # steps that earlier processes have recorded
         self._rows: list[Row] = []  # the first row and the newest, for notes
         self._noted: set[str] = set()
-        self._inapplicable_notes = inapplicable(context.config)
         self._evaluation_keys = evaluation_keys(context)
         self._dtype = "float32"
         self._started = False
@@ -105,8 +102,8 @@ class RunRecorder(RecordFiles):
         names = (*ROW_FILES, layout.NOTES, layout.EVALS, layout.CHECKPOINTS)
         return any((self.directory / name).exists() for name in names)
 
-    def start(self, facts: Values | None = None, system: SystemInfo | None = None) -> None:
-        """Write ``config.json`` (``facts`` as given) and the files of ``system``, and start the trackers; a second call
+    def start(self, facts: Values | None = None, system: Mapping[str, bytes] | None = None) -> None:
+        """Write ``config.json`` (``facts`` as given) and the files ``system``, and start the trackers; a second call
         does nothing."""
         if self._started:
             return
@@ -116,8 +113,8 @@ class RunRecorder(RecordFiles):
             problems = dumps([facts.get("data_hash"), facts.get("heldout_hashes")])
             self._data = hashlib.sha256(problems.encode()).hexdigest()[:16]
             self._dtype = (facts.get("built") or {}).get("dtype") or self._dtype
-        if system is not None:
-            self.write(lambda: system.write(self.directory))
+        for name, data in (system or {}).items():
+            self.write(partial(write_bytes, self.directory / name, data))
         self.log(f"start {self.context.run_id}: {self.context.condition}, seed {self.context.seed}")
         for reporter in self._reporters:
             reporter.start(self.context)
@@ -136,7 +133,7 @@ class RunRecorder(RecordFiles):
         rows = _sum(state.rows, dict.fromkeys(ROW_FILES, 1) | {layout.GENERATIONS: completions})
         self._state = replace(state, rows=rows)
         self._rows = [*self._rows[:1], *self._rows[1:][-WINDOW:], row]
-        notes = explain(self._rows, self.context.config, self._dtype, self._noted | self._inapplicable_notes)
+        notes = explain(self._rows, self.context.config, self._dtype, self._noted)
         for note in notes:
             self._noted.add(note.key)
             say = self._warn if note.level == "warning" else self.log
@@ -169,7 +166,14 @@ class RunRecorder(RecordFiles):
         for reporter in self._reporters:
             reporter.log_evaluation(record.step, row)
         started = timestamp() - record.seconds
-        self.write(lambda: self._write_evaluation(record, recorded, started))
+
+        def write() -> None:
+            self.append(layout.EVALS, recorded[layout.EVALS])
+            lines = self.append(layout.EVALUATIONS, recorded[layout.EVALUATIONS])
+            groups, tokens = list(map(CreditedGroup.of, record.groups)), config.logging.rollouts_every > 0
+            self._write_rollouts(f"eval/{record.name}", record.step, groups, started, tokens, lines)
+
+        self.write(write)
         return row
 
     def evaluations(self) -> list[Row]:
@@ -219,10 +223,10 @@ class RunRecorder(RecordFiles):
         done = step + 1 if step > 0 else 0
         for row in iter_jsonl(self.directory / layout.METRICS):
             if row["step"] >= step:
-                self._remove_rollouts(layout.TRAIN, row["step"])
+                _remove_rollouts(self.directory, layout.TRAIN, row["step"])
         for row in read_jsonl(self.directory / layout.EVALS):
             if row["step"] >= done:
-                self._remove_rollouts(f"eval/{row['name']}", row["step"])
+                _remove_rollouts(self.directory, f"eval/{row['name']}", row["step"])
         counts = {name: truncate_jsonl(self.directory / name, step) for name in ROW_FILES}
         truncate_jsonl(self.directory / layout.NOTES, step)
         index = self.directory / layout.ITERATIONS
@@ -236,11 +240,6 @@ class RunRecorder(RecordFiles):
         self._noted = {note["key"] for note in iter_jsonl(self.directory / layout.NOTES)}
         self._finished = step
         self.log(f"records truncated to the {step} finished steps")
-
-    def _remove_rollouts(self, split: str, iteration: int) -> None:
-        for ending in (layout.SUMMARIES, layout.LOGTREE, layout.PAGE):
-            (self.directory / f"{batch_name(split, iteration)}{ending}").unlink(missing_ok=True)
-        (self.directory / tokens_name(split, iteration)).unlink(missing_ok=True)
 
     def state(self) -> Row:
         """Return what must be saved for an exact continuation (``RecorderState``), as JSON."""
@@ -277,7 +276,17 @@ class RunRecorder(RecordFiles):
         self.append(layout.METRICS, [row])
         if (record.step + 1) % BLOCK == 0:  # the columns gain whole blocks only
             self.wrote(*self._columns.follow())
-        self.append(layout.STEPS, [_step_summary(record, row)])
+        rewards = [rollout.reward for group in record.groups for rollout in group.rollouts]
+        summary = StepSummary(
+            step=record.step,
+            mean_reward=row["mean_reward"],
+            correct_count=sum(reward.is_correct for reward in rewards),
+            total_count=len(rewards),
+            condition=row["condition"],
+            uncertainty_kind=row["uncertainty_kind"],
+        )
+        credit = {key: value for key, value in row.items() if key.startswith(("exec_", "plan_"))}
+        self.append(layout.STEPS, [summary.to_row() | credit])
         lines = self.append(layout.GENERATIONS, generations(record))
         spans = [
             {"name": name, "duration": end - start, "wall_start": start, "wall_end": end}
@@ -286,14 +295,6 @@ class RunRecorder(RecordFiles):
         self.append(layout.SPANS, [StepSpans(record.step, spans).to_row()])
         self.append(layout.NOTES, [note.to_row() for note in notes])
         self._write_rollouts(layout.TRAIN, record.step, record.groups, record.step_start, keeps_tokens, lines)
-
-    def _write_evaluation(self, record: EvalRecord, recorded: Mapping[str, Sequence[Row]], started: float) -> None:
-        """Write all files of one evaluation; runs on the writing thread. ``recorded`` has its rows by file."""
-        self.append(layout.EVALS, recorded[layout.EVALS])
-        lines = self.append(layout.EVALUATIONS, recorded[layout.EVALUATIONS])
-        tokens = self.context.config.logging.rollouts_every > 0
-        groups = list(map(CreditedGroup.of, record.groups))
-        self._write_rollouts(f"eval/{record.name}", record.step, groups, started, tokens, lines)
 
     def _write_rollouts(
         self,
@@ -364,6 +365,12 @@ def _sum(rows: Mapping[str, int], added: Mapping[str, int]) -> dict[str, int]:
     return {**rows, **{name: rows.get(name, 0) + count for name, count in added.items()}}
 
 
+def _remove_rollouts(directory: Path, split: str, iteration: int) -> None:
+    for ending in (layout.SUMMARIES, layout.LOGTREE, layout.PAGE):
+        (directory / f"{batch_name(split, iteration)}{ending}").unlink(missing_ok=True)
+    (directory / tokens_name(split, iteration)).unlink(missing_ok=True)
+
+
 def write_rollouts(directory: Path, batch: Batch, num_groups: int | None) -> list[Path]:
     """Write the summary lines; unless ``num_groups`` is None also all tokens, and a logtree and a page with the texts
     of ``num_groups`` groups. Does not wait for the disk. Return the paths."""
@@ -375,16 +382,3 @@ def write_rollouts(directory: Path, batch: Batch, num_groups: int | None) -> lis
     for path, text in paths.items():
         write_text(path, text, durable=False)
     return [*paths, *([] if num_groups is None else [write_tokens(directory, batch)])]
-
-
-def _step_summary(record: StepRecord, row: Row) -> Row:
-    rewards = [rollout.reward for group in record.groups for rollout in group.rollouts]
-    summary = StepSummary(
-        step=record.step,
-        mean_reward=row["mean_reward"],
-        correct_count=sum(reward.is_correct for reward in rewards),
-        total_count=len(rewards),
-        condition=row["condition"],
-        uncertainty_kind=row["uncertainty_kind"],
-    )
-    return summary.to_row() | {key: row[key] for key in row if key.startswith(("exec_", "plan_"))}

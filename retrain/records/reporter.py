@@ -116,11 +116,11 @@ class Reporter:
 
     def log_row(self, step: int, row: Row) -> None:
         """Queue the row of a step and the evaluations so far, in the order of their steps; never waits."""
-        self._log({step: without_evaluations(row)})
+        self._log([(step, without_evaluations(row))])
 
     def finish(self, failed: bool) -> None:
         """Send the queued rows and close the tracker; abandon it after ``FINISH_SECONDS``, or if it has failed."""
-        self._log({})
+        self._log([])
         if not self.broken and callable(getattr(self.tracker, "finish", None)):
             self._thread.put(lambda: self._call("finish", failed), wait=False)
         if self.broken:
@@ -130,14 +130,11 @@ class Reporter:
         else:
             self._give_up(f"has not finished after {FINISH_SECONDS:g} s and is not waited for")
 
-    def _log(self, rows: Mapping[int, Row]) -> None:
+    def _log(self, rows: Iterable[tuple[int, Row]]) -> None:
         evaluations, self._evaluations = self._evaluations, {}
-        for step in sorted({*evaluations, *rows}):
-            for values in (evaluations.get(step), rows.get(step)):
-                if values is None or self.broken:
-                    continue
-                if not self._thread.put(partial(self._send, step, values), wait=False):
-                    self._give_up(f"is {WAITING_ROWS} rows behind")
+        for step, values in in_order(evaluations, rows):
+            if not self.broken and not self._thread.put(partial(self._send, step, values), wait=False):
+                self._give_up(f"is {WAITING_ROWS} rows behind")
 
     def _send(self, step: int, values: Values) -> None:
         self._call("log", step, tracker_values(values))
@@ -168,7 +165,12 @@ def recorded_history(directory: Path, first: int, finished: int) -> Iterable[tup
             evaluations.setdefault(line["step"], {}).update(numbers)
     rows = takewhile(lambda row: row["step"] < finished, iter_jsonl(directory / METRICS))
     numbers = ((row["step"], without_evaluations(row)) for row in rows if row["step"] >= first)
-    return heapq.merge(sorted(evaluations.items()), numbers, key=itemgetter(0))  # an evaluation before its step's row
+    return in_order(evaluations, numbers)
+
+
+def in_order(evaluations: Mapping[int, Row], rows: Iterable[tuple[int, Row]]) -> Iterable[tuple[int, Row]]:
+    """Return (step, numbers) of evaluations and rows by step, an evaluation before the row of its step."""
+    return heapq.merge(sorted(evaluations.items()), rows, key=itemgetter(0))
 
 
 def start_tracker(name: str, tracker: Tracker, context: RunContext, state: Values | None) -> Row:

@@ -26,7 +26,7 @@ from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
 from retrain.policy.objective import Objective
 from retrain.records.context import RunContext
-from retrain.records.environment import SystemInfo, is_source, module_hashes, named_code, run_facts
+from retrain.records.environment import is_source, module_hashes, named_code, run_facts, system_files
 from retrain.records.observer import Observer
 from retrain.records.reader import intact_config
 from retrain.records.recorder import NullRecorder, RunRecorder
@@ -59,14 +59,15 @@ class ResumePoint:
     """The ``step`` from which a run continues; 0 is the start.
 
     ``passed_over`` has one line for each later checkpoint that cannot be used. ``any_base``: the user has accepted
-    other base weights. ``facts`` and ``system`` describe the run's inputs and the machine, for its records.
+    other base weights. ``facts`` describe the run's inputs, and ``system`` holds files about the machine, for its
+    records.
     """
 
     step: int
     passed_over: list[str] = field(default_factory=list)
     any_base: bool = False
     facts: dict[str, object] = field(default_factory=dict)
-    system: SystemInfo | None = None
+    system: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def find_resume_points(job: CohortJob) -> dict[str, ResumePoint]:
@@ -110,7 +111,7 @@ def check_recorded_facts(
 ) -> None:  # fmt: skip
     """Compare base, data and machine with the runs' records, and store them in ``points`` for the new records. Raises
     RecordsDiffer for differences that the user has not accepted."""
-    facts, system = _shared_facts(model, data), SystemInfo.now(job.folder)
+    facts, system = _shared_facts(model, data), system_files(job.folder)
     directories = {spec.run_id: run_directory(job.directory, spec) for spec in specs}
     records = {run_id: intact_config(path) for run_id, path in directories.items() if (path / CONFIG).exists()}
     now = {spec.run_id: facts | _teacher_identity(model, spec) | _rubrics(data, spec) for spec in specs}
