@@ -19,7 +19,7 @@ from retrain.maths.squeeze import analyse, rank_pattern, recommend, truncate
 from retrain.ownership import Owner, check_publish, install, owner_of, publish
 from retrain.policy.adapter_io import AdapterFile, Pair, padded
 from retrain.records.context import RunContext
-from retrain.records.reader import RunReader, read_manifest, verification_files
+from retrain.records.reader import read_config, read_manifest, recorded_checkpoints, verification_files
 from retrain.records.reporter import FINISH_SECONDS
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import (
@@ -42,7 +42,7 @@ def find_adapter(directory: Path) -> Path:
         return directory
     if (directory / FINAL / ADAPTER_WEIGHTS).is_file():
         return directory / FINAL
-    for row in reversed(RunReader(directory).checkpoints()):
+    for row in reversed(recorded_checkpoints(directory)):
         path = row.get("sampler_path")
         if isinstance(path, str) and (directory / path / ADAPTER_WEIGHTS).is_file():
             return directory / path
@@ -181,7 +181,7 @@ def _known_verification(adapter: Path) -> Row | None:
 def _settings(adapter: Path) -> Squeeze:
     for folder in (adapter.parent, adapter.parent.parent):  # for final/ and checkpoints/step_…/
         if (folder / CONFIG).is_file():
-            stored = RunReader(folder).config().get("squeeze") or {}
+            stored = read_config(folder).get("squeeze") or {}
             keys = ("min_variance_retention", "min_layer_retention", "target_ranks")
             return Squeeze().model_copy(update={key: stored[key] for key in keys if key in stored})
     return Squeeze()

@@ -39,9 +39,9 @@ from retrain.config import LoadedConfig
 from retrain.config.runs import RunSpec, run_directory, without_sepa
 from retrain.device import torchrun_rank
 from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError, UsageError, WorkersLost, plural
-from retrain.files import write_json
+from retrain.files import write_bytes, write_json
 from retrain.ownership import remove_leftovers
-from retrain.records.environment import SystemInfo, run_facts
+from retrain.records.environment import run_facts, system_files
 from retrain.records.observer import Observer
 from retrain.records.reader import planned_configs
 from retrain.records.registry import OFF, ON, Registry
@@ -127,7 +127,8 @@ def executor_of(plan: Plan, guard: Guard = allow_all) -> CampaignWorkers | InPro
 
 def _write_facts(directory: Path, loaded: LoadedConfig) -> None:
     write_json(directory / CONFIG, run_facts(loaded.config, file=loaded.path.name))
-    SystemInfo.now(loaded.path.parent).write(directory)
+    for name, data in system_files(loaded.path.parent).items():
+        write_bytes(directory / name, data)
 
 
 def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[], None]) -> Manifest:

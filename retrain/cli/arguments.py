@@ -11,7 +11,7 @@ import typer
 from retrain.config import LoadedConfig, load
 from retrain.config.legacy import removed_note
 from retrain.errors import UsageError
-from retrain.records.reader import RunReader
+from retrain.records.reader import read_config
 
 
 def option(
@@ -69,7 +69,7 @@ def require_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
     with suppress(OSError, ValueError):  # other code reports a damaged record
-        recorded = RunReader(directory).config()
+        recorded = read_config(directory)
         if isinstance(recorded, dict) and (ignored := removed_note(recorded)):
             print(f"note: {ignored}", file=sys.stderr)
 

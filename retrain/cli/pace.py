@@ -10,9 +10,10 @@ from retrain.config.root import defines_run
 from retrain.config.runs import differences
 from retrain.device import nvidia_gpus, processor, usable_cpus
 from retrain.errors import RetrainError
-from retrain.records.reader import RunReader, homes_of_runs, read_manifest, run_entries
+from retrain.files import read_json
+from retrain.records.reader import evaluation_rows, homes_of_runs, metrics_rows, read_config, read_manifest, run_entries
 from retrain.records.schema.base import Values
-from retrain.records.schema.layout import MANIFEST
+from retrain.records.schema.layout import ENVIRONMENT, MANIFEST
 
 SAME = (
     ("model", "model"), ("model", "revision"), ("model", "quantize"), ("inference", "engine"), ("inference", "dtype"),
@@ -51,11 +52,11 @@ def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace |
 def _pace_of(home: Path, config: Values, device: str) -> Iterator[Pace]:
     """Yield the pace of one directory, or nothing if no run of it matches. Raises an error if its records are
     damaged."""
-    if not _is_this_machine(RunReader(home).environment()):
+    if not _is_this_machine(read_json(home / ENVIRONMENT)):
         return
     manifest = read_manifest(home)
     done = [entry for entry in run_entries(home, manifest) if entry.state == "done"]
-    paces = ((entry.run_id, _run_pace(RunReader(home / entry.path), config, device)) for entry in done)
+    paces = ((entry.run_id, _run_pace(home / entry.path, config, device)) for entry in done)
     runs = {run_id: pace for run_id, pace in paces if pace is not None}
     # Runs of a cohort step together: each has recorded the time of all of them.
     cohorts = manifest.get("cohorts") or [[run_id] for run_id in runs]
@@ -65,16 +66,16 @@ def _pace_of(home: Path, config: Values, device: str) -> Iterator[Pace]:
         yield Pace(home, len(runs), seconds, completions, min((keys for *_, keys in runs.values()), key=len))
 
 
-def _run_pace(reader: RunReader, config: Values, device: str) -> tuple[float, int, tuple[str, ...]] | None:
+def _run_pace(run: Path, config: Values, device: str) -> tuple[float, int, tuple[str, ...]] | None:
     """Return a run's seconds of training, the completions sampled in them and the keys in which it differs; None if it
     used another kind of device or differs in a setting of ``SAME``."""
-    facts, rows = reader.config(), reader.metrics()
+    facts, rows = read_config(run), metrics_rows(run)
     if (facts["built"]["device"] == "cpu") != (device == "cpu"):
         return None
     if any(facts[section][key] != config[section][key] for section, key in SAME):
         return None
     completions = len(rows) * facts["training"]["batch_size"] * facts["training"]["group_size"]
-    completions += sum(row[f"eval/{row['name']}/problems"] * row["samples"] for row in reader.evaluations())
+    completions += sum(row[f"eval/{row['name']}/problems"] * row["samples"] for row in evaluation_rows(run))
     recorded = {section: facts[section] for section in config if section in facts}
     differing = tuple(differences(recorded, config, _may_change_the_pace))
     return sum(row["step_time_s"] for row in rows), completions, differing

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.errors import UsageError
-from retrain.records.reader import RunReader, read_manifest, run_entries
+from retrain.records.reader import evaluation_rows, read_manifest, run_entries
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import MANIFEST, METRICS
+from retrain.util.jsonl import last_row
 
 
 class AccuracyChange(NamedTuple):
@@ -89,10 +90,10 @@ def recommended_rank(manifest: Values | None) -> int | None:
 
 
 def _run_status(directory: Path, entry: RunEntry) -> Row:
-    reader = RunReader(directory / entry.path)
-    metrics = reader.directory / METRICS
-    row, view = reader.last_row(), RunView(entry.run_id, entry.label, entry.seed or 0)
-    for evaluation in reader.evaluations():
+    run = directory / entry.path
+    metrics = run / METRICS
+    row, view = last_row(metrics), RunView(entry.run_id, entry.label, entry.seed or 0)
+    for evaluation in evaluation_rows(run):
         view.add_evaluation(str(evaluation.get("name", HELDOUT)), evaluation)
     return {
         **{name: getattr(entry, name) for name in ("run_id", "label", "seed", "state", "reason", "path")},

@@ -11,7 +11,7 @@ from retrain.config.algorithm import POLICY
 from retrain.errors import ModelError
 from retrain.files import search_folders
 from retrain.models.directory import find_file, local_directory, model_fault
-from retrain.records.reader import RunReader, final_adapters, read_object
+from retrain.records.reader import checkpoint_paths, final_adapters, read_object
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL
 from retrain.tokenizer import light_tokenizer
 
@@ -55,7 +55,7 @@ def _check_model(name: str, config: Config, addition: str) -> None:
 
 def _adapter_in(directory: Path) -> Path | None:
     """Return ``directory`` if it is an adapter, else that of a run (``final/`` or the newest checkpoint), else None."""
-    checkpoints = reversed(RunReader(directory).checkpoint_directories())
+    checkpoints = reversed(checkpoint_paths(directory))
     places = (directory, directory / FINAL, *checkpoints)
     return next((path for path in places if (path / ADAPTER_WEIGHTS).is_file()), None)
 

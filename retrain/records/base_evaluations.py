@@ -12,6 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from retrain.files import dumps, write_bytes
 from retrain.records.schema.base import Row
 from retrain.types import Action, EvalRecord, Group, Problem, Prompt, RewardResult, Rollout, Turn
 
+Tokens = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # Ids, log-probabilities and entropies of an action
 FOLDER = "base"
 SAMPLING = ("temperature", "samples", "seconds", "max_tokens", "top_p", "top_k", "min_p")
 
@@ -50,13 +52,13 @@ class BaseEvaluations:
             return None  # damaged: it can be made again
         if [problem.id for problem in problems] != facts["problem_ids"] or "prompts" not in facts:
             return None
-        cuts = np.cumsum(arrays["lengths"])[:-1]
-        columns = zip(*(np.split(arrays[name], cuts) for name in ("token_ids", "logprobs", "entropies")), strict=True)
+        cuts, entropies = np.cumsum(arrays["lengths"])[:-1], arrays["entropies"]
+        token_ids, logprobs = (np.split(arrays[name], cuts) for name in ("token_ids", "logprobs"))
+        columns = zip(token_ids, logprobs, np.split(entropies, cuts) if len(entropies) else repeat(None), strict=False)
         groups = []
         for problem, stored, rollouts in zip(problems, facts["prompts"], facts["rollouts"], strict=True):
             prompt = Prompt(problem, stored["text"], tuple(stored["token_ids"]), tuple(stored["messages"]))
-            has_entropies = bool(len(arrays["entropies"]))
-            groups.append(Group(prompt, tuple(_rollout(prompt, row, columns, has_entropies) for row in rollouts)))
+            groups.append(Group(prompt, tuple(_rollout(prompt, row, columns) for row in rollouts)))
         return EvalRecord(facts["name"], 0, groups, **{key: facts[key] for key in SAMPLING})
 
     def put(self, setting: str, record: EvalRecord) -> None:
@@ -116,13 +118,12 @@ def _facts(rollout: Rollout) -> Row:
     return {"turns": turns, "reward": asdict(rollout.reward), "ended": rollout.ended}
 
 
-def _rollout(prompt: Prompt, facts: Row, columns: Iterator[tuple[np.ndarray, ...]], entropies: bool) -> Rollout:
+def _rollout(prompt: Prompt, facts: Row, columns: Iterator[Tokens]) -> Rollout:
     """Return the rollout of these facts; ``columns`` yields tokens, log-probabilities and entropies of its actions."""
     turns = []
     for turn in facts["turns"]:
         token_ids, logprobs_T, entropy_T = next(columns)
-        entropy = entropy_T if entropies else None
-        action = Action(token_ids.tolist(), turn["text"], logprobs_T, entropy, turn["stop_reason"])
+        action = Action(token_ids.tolist(), turn["text"], logprobs_T, entropy_T, turn["stop_reason"])
         rest = {key: turn[key] for key in ("fresh", "reward", "metrics", "logs")}
         turns.append(Turn(tuple(turn["observation_ids"]), action, tuple(turn["messages"]), **rest))
     reward = facts["reward"]

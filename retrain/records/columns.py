@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 import os
 import struct
-from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 
 import numpy as np
 
@@ -31,7 +31,7 @@ BLOCK = 64  # Rows of a block: reading one key of 10,000 rows takes 157 short re
 
 _HEAD = struct.Struct("<4sIIIQII")
 _MAGIC = b"RTC1"
-_MOST_KEYS = 1 << 20
+_NUMBERS = (int, float, NoneType)
 
 
 @dataclass(frozen=True)
@@ -44,41 +44,6 @@ class _Block:
     @property
     def end(self) -> int:
         return self.begin + 4 * self.rows * len(self.column_of)
-
-
-@dataclass
-class _Rows:
-    """Rows that are not yet in a block of the file, as float32 columns: dicts would take ten times the memory."""
-
-    last: Row = field(default_factory=dict)
-    _count: int = 0
-    _columns: dict[str, array[float]] = field(default_factory=dict)
-    _text_keys: set[str] = field(default_factory=set)
-
-    def __len__(self) -> int:
-        return self._count
-
-    @property
-    def keys(self) -> list[str]:
-        return [key for key in self._columns if key not in self._text_keys]
-
-    def add(self, row: Row) -> None:
-        for key, value in row.items():
-            column = self._columns.setdefault(key, array("f"))
-            if missing := self._count - len(column):
-                column.extend([np.nan] * missing)
-            column.append(float32(value))
-            if value is not None and not isinstance(value, (int, float)):
-                self._text_keys.add(key)
-        self._count += 1
-        self.last = row
-
-    def column(self, key: str) -> np.ndarray:
-        numbers = np.full(self._count, np.nan, np.float32)
-        if key not in self._text_keys:
-            known = self._columns.get(key, array("f"))
-            numbers[: len(known)] = known
-        return numbers
 
 
 class Columns:
@@ -96,48 +61,65 @@ class Columns:
     def _reset(self) -> None:
         self._blocks: list[_Block] = []
         self._keys: dict[str, None] = {}
-        self._rest, self._lines = _Rows(), NewLines(self.metrics)  # Rows after the blocks, and lines not read yet
+        self._read_after(None)
+
+    def _read_after(self, line: LineMark | None) -> None:
+        """Begin to read the lines after the blocks."""
+        self._lines = NewLines(self.metrics, line)
+        self._packed: list[Mapping[str, np.ndarray]] = []  # Their columns, BLOCK rows at a time: dicts are larger
+        self._rows: list[Row] = []  # The newest of them
 
     def __len__(self) -> int:
-        return sum(block.rows for block in self._blocks) + len(self._rest)
+        return sum(block.rows for block in self._blocks) + self.uncovered
 
     @property
     def keys(self) -> list[str]:
-        return list(self._keys | dict.fromkeys(self._rest.keys))
+        texts = {key for row in self._rows for key, value in row.items() if not isinstance(value, _NUMBERS)}
+        return list(self._keys | {key: None for row in self._rows for key in row if key not in texts})
 
     @property
     def uncovered(self) -> int:
         """Number of rows that no block covers; if there are many, a ``ColumnWriter`` makes reading faster."""
-        return len(self._rest)
+        return BLOCK * len(self._packed) + len(self._rows)
 
     @property
     def last(self) -> Values:
-        """The newest row with all its keys; {} if it is in a block."""
-        return self._rest.last
+        """The newest row with all its keys; {} if only its numbers are known."""
+        return self._rows[-1] if self._rows else {}
 
     def refresh(self) -> bool:
         """Read new rows; return whether rows that were read before have been cut or replaced."""
         replaced = len(self) > 0 and not self._is_current()
         if replaced:
             self._reset()
+        self._read_blocks()
+        for line in self._lines:
+            self._rows.append({})  # of a damaged line, so that later rows keep their numbers
+            with suppress(ValueError, RecursionError):
+                self._rows[-1] = parse_row(line)
+            if len(self._rows) == BLOCK:
+                self._add(_columns(self._rows))
+                self._rows = []
+        return replaced
+
+    def _read_blocks(self) -> None:
         if blocks := _blocks_after(self._blocks[-1] if self._blocks else None, self.columns, self.metrics):
             self._blocks += blocks
             self._keys.update((key, None) for block in blocks for key in block.column_of)
-            self._rest, self._lines = _Rows(), NewLines(self.metrics, blocks[-1].last_line)
-        for line in self._lines:
-            self._add(line)
-        return replaced
+            self._read_after(blocks[-1].last_line)
 
-    def _add(self, line: bytes) -> None:
-        row: Row = {}  # of a damaged line, so that later rows keep their numbers
-        with suppress(ValueError, RecursionError):
-            row = parse_row(line)
-        self._rest.add(row)
+    def _add(self, columns: Mapping[str, np.ndarray]) -> None:
+        """Take the columns of ``BLOCK`` rows, up to the line that was read last."""
+        self._packed.append(columns)
+        self._keys.update(dict.fromkeys(columns))
 
     def column(self, key: str, since: int = 0) -> np.ndarray:
         """Return one metric in every row from row ``since`` on: float32 [rows], NaN where it has no value."""
         numbers = np.full(len(self), np.nan, np.float32)
-        numbers[len(self) - len(self._rest) :] = self._rest.column(key)
+        parts = [*(columns.get(key) for columns in self._packed), _column(self._rows, key)]
+        for begin, part in zip(range(len(self) - self.uncovered, len(self) + 1, BLOCK), parts, strict=True):
+            if part is not None:
+                numbers[begin : begin + BLOCK] = part
         with suppress(OSError), open(self.columns, "rb") as file:  # gone since the last refresh: the next finds out
             if hasattr(os, "posix_fadvise"):  # a page of each block is wanted, and not those behind it
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
@@ -170,12 +152,10 @@ class ColumnWriter(Columns):
         """Cut off blocks of rows that ``metrics`` no longer has, and an incomplete block."""
         self._reset()
         with writing(self.columns):
-            blocks = _blocks_after(None, self.columns, self.metrics)
-            end = blocks[-1].end if blocks else 0
+            self._read_blocks()
+            end = self._blocks[-1].end if self._blocks else 0
             if self.columns.exists() and self.columns.stat().st_size > end:
                 os.truncate(self.columns, end)
-        if blocks:
-            self._blocks, self._lines = blocks, NewLines(self.metrics, blocks[-1].last_line)
 
     def follow(self) -> list[Path]:
         """Read the new complete lines of ``metrics`` and write full blocks; return the paths that were written."""
@@ -186,22 +166,29 @@ class ColumnWriter(Columns):
             self.refresh()
         return [self.columns] if len(self._blocks) > before else []
 
-    def _add(self, line: bytes) -> None:
-        super()._add(line)
-        if len(self._rest) == BLOCK:
-            self._write_block(self._rest.keys, self._lines.mark)
-
-    def _write_block(self, keys: list[str], last_line: LineMark) -> None:
+    def _add(self, columns: Mapping[str, np.ndarray]) -> None:
+        keys, last_line = list(columns), self._lines.mark
         names, column_of = b"", self._blocks[-1].column_of if self._blocks else {}
         if not self._blocks or list(column_of) != keys:
             names = json.dumps(keys, ensure_ascii=False).encode()
             names += b" " * (-len(names) % 4)
             column_of = {key: number for number, key in enumerate(keys)}
         head = _HEAD.pack(_MAGIC, BLOCK, len(keys), len(names), *last_line)
-        numbers = b"".join(self._rest.column(key).tobytes() for key in keys)
+        numbers = b"".join(column.tobytes() for column in columns.values())
         begin = append_bytes(self.columns, head + names + numbers) + len(head) + len(names)
         self._blocks.append(_Block(begin, BLOCK, column_of, last_line))
-        self._rest = _Rows()
+
+
+def _column(rows: Sequence[Row], key: str) -> np.ndarray | None:
+    """Return the values of a key, float32 [rows], NaN where it has none; None if one of them is a text."""
+    values = [row.get(key) for row in rows]
+    is_numeric = all(isinstance(value, _NUMBERS) for value in values)
+    return np.array([float32(value) for value in values], np.float32) if is_numeric else None
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    columns = {key: _column(rows, key) for key in dict.fromkeys(key for row in rows for key in row)}
+    return {key: column for key, column in columns.items() if column is not None}
 
 
 def float32(value: object) -> float:
@@ -235,7 +222,7 @@ def _next_block(file: int, last: _Block | None) -> _Block | None:
         return None
     magic, rows, keys, name_bytes, *line = _HEAD.unpack(head)
     last_line = LineMark(*line)
-    if magic != _MAGIC or not 0 < rows <= BLOCK or keys > _MOST_KEYS or name_bytes > size:
+    if magic != _MAGIC or not 0 < rows <= BLOCK or name_bytes > size:
         return None
     if last_line.length > last_line.end or last_line.end <= covered:
         return None

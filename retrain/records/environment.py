@@ -11,10 +11,9 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from retrain import __version__
@@ -22,9 +21,9 @@ from retrain.config import Config
 from retrain.config.base import is_plugin
 from retrain.config.root import flat, value_at
 from retrain.device import nvidia_gpus, processor, usable_cpus
-from retrain.files import sha256, write_bytes, write_json
+from retrain.files import dumps, sha256
 from retrain.models.directory import files_digest, find_file, local_directory
-from retrain.records.schema.base import Row, Values
+from retrain.records.schema.base import Row
 from retrain.records.schema.layout import CODE_DIFF, ENVIRONMENT, MANIFEST, PLAN
 from retrain.util.repository import code_diff, git_state, own_checkout
 from retrain.util.text import without_keys
@@ -86,7 +85,7 @@ def module_hashes(config: Config, folder: Path) -> dict[str, str]:
     for key, value in _texts(config.model_dump(mode="json", by_alias=True)):
         if key == "custom_module":
             named.add(value)
-        elif re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value) and not value.startswith("gpu:"):
+        elif is_plugin(value) and not value.startswith("gpu:"):
             named.add(value.partition(":")[0])
     for name in sorted(named):
         file = name if name.endswith(".py") else name.replace(".", "/") + ".py"
@@ -160,20 +159,12 @@ def environment_facts() -> Row:
     }
 
 
-@dataclass(frozen=True)
-class SystemInfo:
-    facts: Values
-    diff: str
-
-    @classmethod
-    def now(cls, folder: Path) -> SystemInfo:
-        """Read the facts of this machine, and the uncommitted code in the current directory, ``folder`` and retrain."""
-        places = [place for place in (Path.cwd(), folder, own_checkout()) if place is not None]
-        return cls(environment_facts(), code_diff(*places, is_record=holds_records))
-
-    def write(self, directory: Path) -> None:
-        write_json(directory / ENVIRONMENT, self.facts)
-        write_bytes(directory / CODE_DIFF, self.diff.encode("utf-8", "surrogateescape"))
+def system_files(folder: Path) -> dict[str, bytes]:
+    """Return the contents of ``environment.json`` (the facts of this machine) and ``code.diff`` (the uncommitted code
+    in the current directory, ``folder`` and retrain) by name."""
+    places = [place for place in (Path.cwd(), folder, own_checkout()) if place is not None]
+    facts, diff = dumps(environment_facts(), indent=2) + "\n", code_diff(*places, is_record=holds_records)
+    return {ENVIRONMENT: facts.encode(), CODE_DIFF: diff.encode("utf-8", "surrogateescape")}
 
 
 def holds_records(directory: Path) -> bool:

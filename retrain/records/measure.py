@@ -125,13 +125,6 @@ def mean_gini(groups: Sequence[np.ndarray], lowest: float | None = None) -> floa
     return float(np.mean(known)) if known else None
 
 
-def group_shares(groups: Sequence[np.ndarray]) -> dict[str, float | None]:
-    mixed = sum(float(rewards.std()) >= EQUAL_REWARDS for rewards in groups)
-    good = sum(float(rewards.std()) < EQUAL_REWARDS and float(rewards.mean()) >= 0.5 for rewards in groups)
-    counts = {"frac_mixed": mixed, "frac_all_good": good, "frac_all_bad": len(groups) - mixed - good}
-    return {name: count / len(groups) if groups else None for name, count in counts.items()}
-
-
 def ties(groups: Sequence[np.ndarray]) -> dict[str, float | int | None]:
     """Return numbers and shares of equal rewards (up to float noise) in groups of at least two rewards."""
     sizes = [len(rewards) for rewards in groups if len(rewards) > 1]
@@ -259,14 +252,17 @@ def tags_to_show(samples: Samples, context: RunContext) -> list[str]:
 
 
 def env_metrics(samples: Samples) -> Row:
-    shares = group_shares(samples.by_group(samples.reward_N))
+    groups = samples.by_group(samples.reward_N)
+    mixed = sum(float(rewards.std()) >= EQUAL_REWARDS for rewards in groups)
+    good = sum(float(rewards.std()) < EQUAL_REWARDS and float(rewards.mean()) >= 0.5 for rewards in groups)
+    counts = {"frac_mixed": mixed, "frac_all_good": good, "frac_all_bad": len(groups) - mixed - good}
     return {
         "reward/total": mean(samples.reward_N),
         "correct": float(samples.correct_N.mean()) if len(samples) else None,
         "format": mean(samples.format_N),
         "ac_tokens_per_turn": samples.per_turn(samples.length_N),
         "total_episodes": len(samples),
-        **{f"by_group/{name}": share for name, share in shares.items()},
+        **{f"by_group/{name}": count / len(groups) if groups else None for name, count in counts.items()},
     }
 
 
@@ -377,20 +373,21 @@ def _lengths(samples: Samples) -> Row:
     return {
         **_spread("completions/{}_length", samples.length_N),
         **_spread("completions/{}_terminated_length", ended_N, ("mean", "min", "max")),
-        "max_token_hit_rate": samples.cut_off,
         "val/num_eos_tokens": int(samples.stopped_N.sum()),
-        **_spread("length_prompt_{}", samples.prompt_length_N),
-        **_spread("length_sum_{}", samples.length_N + samples.prompt_length_N),
-        **_stragglers("group_length_{}", samples),
+        **_sizes(samples),
     }
 
 
-def _stragglers(pattern: str, samples: Samples) -> Row:
+def _sizes(samples: Samples, prefix: str = "") -> Row:
+    """Return what is recorded of the lengths of all completions, and of those of the discarded groups."""
     groups = samples.by_group(samples.length_N)
     ratios = [float(lengths.max() / np.median(lengths)) for lengths in groups if np.median(lengths) > 0]
     return {
-        pattern.format("gini_mean"): mean_gini(groups),
-        pattern.format("max_median_ratio_mean"): float(np.mean(ratios)) if ratios else None,
+        f"{prefix}max_token_hit_rate": samples.cut_off,
+        **_spread(prefix + "length_prompt_{}", samples.prompt_length_N),
+        **_spread(prefix + "length_sum_{}", samples.length_N + samples.prompt_length_N),
+        f"{prefix}group_length_gini_mean": mean_gini(groups),
+        f"{prefix}group_length_max_median_ratio_mean": float(np.mean(ratios)) if ratios else None,
     }
 
 
@@ -407,11 +404,8 @@ def _discarded(groups: Sequence[CreditedGroup], samples: Samples) -> Row:
         "discarded_zero_advantage_all_positive_pct": _percentage([bool((r > 0).all()) for r in zero_groups]),
         "discarded_zero_advantage_mean_reward": mean(zero.reward_N),
         **_spread("discarded_reward_{}", dropped.reward_N),
-        **_spread("discarded_length_prompt_{}", dropped.prompt_length_N),
         **_spread("discarded_length_completion_{}", dropped.length_N),
-        **_spread("discarded_length_sum_{}", dropped.length_N + dropped.prompt_length_N),
-        "discarded_max_token_hit_rate": dropped.cut_off,
-        **_stragglers("discarded_group_length_{}", dropped),
+        **_sizes(dropped, "discarded_"),
     }
 
 

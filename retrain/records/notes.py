@@ -59,19 +59,19 @@ def explain(
     rows: Sequence[Values], config: Config, dtype: str = "float32", omitted: Collection[str] = ()
 ) -> list[Note]:
     """Return the notes about the newest row; ``rows`` are in order, the first of them the run's first. ``dtype`` is
-    that of the model; ``omitted`` are the keys of earlier notes, and ``inapplicable`` ones."""
+    that of the model; ``omitted`` are the keys of earlier notes."""
     if not rows:
         return []
     recent, notes = Recent(rows, config, dtype), []
-    for key in (key for key in RULES if key not in omitted):
-        rule = RULES[key]
+    skipped = {*omitted, *_inapplicable(config)}
+    for key, rule in RULES.items():
         values = [recent.last(*need) for need in rule.needs]
-        if all(values) and (finding := rule.finding(recent, *values)):
+        if key not in skipped and all(values) and (finding := rule.finding(recent, *values)):
             notes.append(Note(int(recent.now["step"]), key, rule.level, *finding))
     return notes
 
 
-def inapplicable(config: Config) -> set[str]:
+def _inapplicable(config: Config) -> set[str]:
     credit, keys = credit_of(config.algorithm.transform_mode), set[str]()
     if config.algorithm.critic:
         keys |= {"groups_uniform", "groups_hardly_mixed", "loss_near_zero"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ from retrain.ownership import not_readable
 from retrain.records.schema import layout
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import STATES, RunEntry
-from retrain.records.schema.rows import Note
 from retrain.util.jsonl import last_row
 
 LOG_BLOCK, LOG_BYTES = 1 << 18, 16 << 20  # Bytes of a log to read at first, and if too few lines match
@@ -27,78 +26,54 @@ KEPT_OBJECTS = 128
 SUMMARY_FILE = re.compile(r"(train|eval_(.+))_iteration_(\d{6,})" + re.escape(layout.SUMMARIES))
 
 
-class RunReader:
-    """Reads one run's directory.
+def read_config(directory: Path) -> Row:
+    """Return ``config.json`` of a run; {} where there is none. Raises ValueError where it is no JSON."""
+    path = directory / layout.CONFIG
+    return read_json(path) if path.is_file() else {}
 
-    Methods raise CheckpointError, with file and line, for a line that is no JSON.
-    """
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+def intact_config(directory: Path) -> Row:
+    """Return ``config.json`` of a run; {} where there is none or it is damaged. Raises NotReadable."""
+    facts = read_json_if_present(directory / layout.CONFIG)
+    return facts if isinstance(facts, dict) else {}
 
-    def config(self) -> Row:
-        """Return ``config.json``; {} where there is none. Raises ValueError where it is no JSON."""
-        path = self.directory / layout.CONFIG
-        return read_json(path) if path.is_file() else {}
 
-    def intact_config(self) -> Row:
-        """Return ``config.json``; {} where there is none or it is damaged. Raises NotReadable."""
-        facts = read_json_if_present(self.directory / layout.CONFIG)
-        return facts if isinstance(facts, dict) else {}
+def metrics_rows(directory: Path) -> list[Row]:
+    return read_jsonl(directory / layout.METRICS)
 
-    def environment(self) -> Row:
-        """Return ``environment.json``. Raises OSError where there is none, ValueError where it is no JSON."""
-        return read_json(self.directory / layout.ENVIRONMENT)
 
-    def rows(self, name: str) -> list[Row]:
-        return read_jsonl(self.directory / name)
+def evaluation_rows(directory: Path, held_out: str | None = None) -> list[Row]:
+    """Return the rows of ``evals.jsonl``; with ``held_out`` those of this held-out set."""
+    return [row for row in iter_jsonl(directory / layout.EVALS) if held_out in (None, row.get("name"))]
 
-    def metrics(self) -> list[Row]:
-        return self.rows(layout.METRICS)
 
-    def iter_metrics(self) -> Iterator[Row]:
-        return iter_jsonl(self.directory / layout.METRICS)
+def held_out_completions(directory: Path, held_out: str | None) -> list[Row]:
+    """Return the rows of ``emergence/evaluations.jsonl`` of one held-out set."""
+    return [row for row in iter_jsonl(directory / layout.EVALUATIONS) if row.get("name") == held_out]
 
-    def last_row(self) -> Row:
-        """Return the last row of metrics, without reading the others; {} where there is none."""
-        return last_row(self.directory / layout.METRICS)
 
-    def evaluations(self, name: str | None = None) -> list[Row]:
-        rows = self.rows(layout.EVALS)
-        return rows if name is None else [row for row in rows if row.get("name") == name]
+def recorded_checkpoints(directory: Path) -> list[Row]:
+    """Return the lines of ``checkpoints.jsonl`` that are JSON objects; another tool may have written the file."""
+    return [row for row in iter_jsonl(directory / layout.CHECKPOINTS) if isinstance(row, dict)]
 
-    def generations(self) -> list[Row]:
-        return self.rows(layout.GENERATIONS)
 
-    def held_out_completions(self, name: str | None) -> list[Row]:
-        return [row for row in iter_jsonl(self.directory / layout.EVALUATIONS) if row.get("name") == name]
+def checkpoint_paths(directory: Path) -> list[Path]:
+    """Return the paths ``step_*``, sorted by name; they may be incomplete or written by another program."""
+    return sorted((directory / layout.SAVED).glob("step_*"))
 
-    def checkpoints(self) -> list[Row]:
-        """Return the lines of ``checkpoints.jsonl`` that are JSON objects; another tool may have written the file."""
-        return [row for row in self.rows(layout.CHECKPOINTS) if isinstance(row, dict)]
 
-    def checkpoint_directories(self) -> list[Path]:
-        """Return the paths ``step_*``, sorted by name; they may be incomplete or written by another program."""
-        return sorted((self.directory / layout.SAVED).glob("step_*"))
-
-    def summary_files(self) -> list[tuple[str, int, str]]:
-        """Return split, iteration and name of each file of summaries, by iteration, then by split."""
-        try:
-            matches = map(SUMMARY_FILE.fullmatch, os.listdir(self.directory))
-        except OSError:
-            return []
-        files = [
-            (layout.TRAIN if match[2] is None else f"eval/{match[2]}", int(match[3]), match[0])
-            for match in matches
-            if match is not None
-        ]
-        return sorted(files, key=lambda file: (file[1], file[0]))
-
-    def notes(self) -> list[Note]:
-        return [Note.from_row(row) for row in self.rows(layout.NOTES)]
-
-    def spans(self) -> list[Row]:
-        return self.rows(layout.SPANS)
+def summary_files(directory: Path) -> list[tuple[str, int, str]]:
+    """Return split, iteration and name of each file of summaries of a run, by iteration, then by split."""
+    try:
+        matches = map(SUMMARY_FILE.fullmatch, os.listdir(directory))
+    except OSError:
+        return []
+    files = [
+        (layout.TRAIN if match[2] is None else f"eval/{match[2]}", int(match[3]), match[0])
+        for match in matches
+        if match is not None
+    ]
+    return sorted(files, key=lambda file: (file[1], file[0]))
 
 
 def read_manifest(directory: Path) -> Row:
@@ -250,25 +225,17 @@ class LogLines(NamedTuple):
 def log_lines(path: Path, before: int, search: str, most: int) -> LogLines:
     """Return the last ``most`` lines, in the file's order, that end before byte ``before`` (-1: the end of the file)
     and contain ``search``, which is lower case. Reads ``LOG_BYTES`` at most."""
-    matches: list[tuple[int, str]] = []
-    begin = 0
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         end = size if before < 0 else min(before, size)
         for reach in (LOG_BLOCK, LOG_BYTES):
-            file.seek(start := max(0, end - reach))
-            data = file.read(end - start)
-            lines = data.splitlines(keepends=True)
-            cut = lines.pop(0) if start and lines else b""  # may have its beginning further ahead
-            begin = start + len(cut) if lines else start
-            position, matches = end, []
-            for line in reversed(lines):
-                position -= len(line)
-                text = line.decode("utf-8", "replace").rstrip("\r\n")
-                if search in text.lower():
-                    matches.append((position, text))
-                    if len(matches) == most:
-                        return LogLines(matches[::-1], position or None)
-            if not start:
+            start = max(0, end - reach)
+            lines = os.pread(file.fileno(), end - start, start).splitlines(keepends=True)
+            begins = accumulate(map(len, lines[:-1]), initial=start)
+            texts = (line.decode("utf-8", "replace").rstrip("\r\n") for line in lines)
+            read = list(zip(begins, texts, strict=False))[1 if start else 0 :]  # the first may begin further ahead
+            matches = [(begin, text) for begin, text in read if search in text.lower()]
+            if len(matches) >= most or not start:
                 break
-    return LogLines(matches[::-1], begin or None)
+    matches, first = matches[-most:], read[0][0] if read else start
+    return LogLines(matches, (matches[0][0] if len(matches) == most else first) or None)

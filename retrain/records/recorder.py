@@ -12,19 +12,17 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from retrain.config.evaluation import trackers as tracker_names
 from retrain.device import timestamp
-from retrain.files import dumps, keep_rows, truncate_jsonl, write_json, write_text
+from retrain.files import dumps, iter_jsonl, keep_rows, read_jsonl, truncate_jsonl, write_bytes, write_json, write_text
 from retrain.records.columns import BLOCK, ColumnWriter
 from retrain.records.context import RunContext
-from retrain.records.environment import SystemInfo
 from retrain.records.measure import measure_step
-from retrain.records.notes import WINDOW, explain, inapplicable, note_line
+from retrain.records.notes import WINDOW, explain, note_line
 from retrain.records.pages.rollouts import rollout_page
 from retrain.records.pages.timeline import write_timeline
-from retrain.records.reader import RunReader
 from retrain.records.reporter import Reporter, make_trackers
 from retrain.records.rollouts import (
     Batch,
@@ -53,6 +51,7 @@ from retrain.records.seals import chained
 from retrain.records.tokens import tokens_name, write_tokens
 from retrain.records.trackers import Tracker
 from retrain.records.writer import RecordFiles
+from retrain.threads import Work
 from retrain.types import CreditedGroup, EvalRecord, StepRecord
 from retrain.util.text import without_keys
 
@@ -62,7 +61,7 @@ EMPTY = dict.fromkeys(layout.EVALUATION_FILES, "")  # Hashes of the files of eva
 SERVER_REMEDY = "requests wait for a server, or go to the others; a launched one says more in server.log"
 
 
-class RunRecorder:
+class RunRecorder(RecordFiles):
     """Writes one run's directory.
 
     Order of calls: ``RunRecorder(…)``, on resume ``restore(state)`` and ``truncate(step)``, then ``start(facts)``; per
@@ -83,36 +82,39 @@ class RunRecorder:
         token_text: TokenText | None = None,
         guard: Callable[[], None] = lambda: None,
     ):
-        self.directory, self.context = Path(run_dir), context
-        self.files = RunFiles(self.directory, context, token_text, guard)
-        self._show_warning = warn
-        logging = context.config.logging
-        if trackers is None and tracker_names(logging.report_to, logging.wandb_project):
+        super().__init__(Path(run_dir), guard)
+        self.context, self._token_text, self._show_warning = context, token_text, warn
+        self._columns = ColumnWriter(self.directory / layout.METRICS, self.directory / layout.COLUMNS)
+        if trackers is None:
             trackers = make_trackers(context, self.directory, self._warn)
-        self._reporters = [Reporter(name, tracker, self._warn) for name, tracker in (trackers or {}).items()]
+        self._reporters = [Reporter(name, tracker, self._warn) for name, tracker in trackers.items()]
         self._state = replace(START, sha256=EMPTY)
         self._data = ""  # hash of the problems, training and held-out
         self._finished = 0  # steps that earlier processes have recorded
         self._rows: list[Row] = []  # the first row and the newest, for notes
         self._noted: set[str] = set()
-        self._inapplicable_notes = inapplicable(context.config)
         self._evaluation_keys = evaluation_keys(context)
         self._dtype = "float32"
         self._started = False
 
-    def start(self, facts: Values | None = None, system: SystemInfo | None = None) -> None:
-        """Write ``config.json`` (``facts`` as given) and the files of ``system``, and start the trackers; a second call
+    @property
+    def any_written(self) -> bool:
+        names = (*ROW_FILES, layout.NOTES, layout.EVALS, layout.CHECKPOINTS)
+        return any((self.directory / name).exists() for name in names)
+
+    def start(self, facts: Values | None = None, system: Mapping[str, bytes] | None = None) -> None:
+        """Write ``config.json`` (``facts`` as given) and the files ``system``, and start the trackers; a second call
         does nothing."""
         if self._started:
             return
         self._started = True
         if facts is not None:
-            self.files.write(lambda: write_json(self.directory / layout.CONFIG, facts))
+            self.write(lambda: write_json(self.directory / layout.CONFIG, facts))
             problems = dumps([facts.get("data_hash"), facts.get("heldout_hashes")])
             self._data = hashlib.sha256(problems.encode()).hexdigest()[:16]
             self._dtype = (facts.get("built") or {}).get("dtype") or self._dtype
-        if system is not None:
-            self.files.write(lambda: system.write(self.directory))
+        for name, data in (system or {}).items():
+            self.write(partial(write_bytes, self.directory / name, data))
         self.log(f"start {self.context.run_id}: {self.context.condition}, seed {self.context.seed}")
         for reporter in self._reporters:
             reporter.start(self.context)
@@ -131,13 +133,13 @@ class RunRecorder:
         rows = _sum(state.rows, dict.fromkeys(ROW_FILES, 1) | {layout.GENERATIONS: completions})
         self._state = replace(state, rows=rows)
         self._rows = [*self._rows[:1], *self._rows[1:][-WINDOW:], row]
-        notes = explain(self._rows, self.context.config, self._dtype, self._noted | self._inapplicable_notes)
+        notes = explain(self._rows, self.context.config, self._dtype, self._noted)
         for note in notes:
             self._noted.add(note.key)
             say = self._warn if note.level == "warning" else self.log
             say(note_line(note))
         keeps_tokens = self.keeps_tokens(record.step)
-        self.files.write(lambda: self.files.write_step(record, row, notes, keeps_tokens))
+        self.write(lambda: self._write_step(record, row, notes, keeps_tokens))
         for reporter in self._reporters:
             reporter.log_row(record.step, row)
         return row
@@ -164,11 +166,18 @@ class RunRecorder:
         for reporter in self._reporters:
             reporter.log_evaluation(record.step, row)
         started = timestamp() - record.seconds
-        self.files.write(lambda: self.files.write_evaluation(record, recorded, started))
+
+        def write() -> None:
+            self.append(layout.EVALS, recorded[layout.EVALS])
+            lines = self.append(layout.EVALUATIONS, recorded[layout.EVALUATIONS])
+            groups, tokens = list(map(CreditedGroup.of, record.groups)), config.logging.rollouts_every > 0
+            self._write_rollouts(f"eval/{record.name}", record.step, groups, started, tokens, lines)
+
+        self.write(write)
         return row
 
     def evaluations(self) -> list[Row]:
-        return RunReader(self.directory).evaluations()
+        return read_jsonl(self.directory / layout.EVALS)
 
     def seal(self) -> Row:
         """Return the ``Seal`` of all evaluations so far; {} where an earlier version has recorded some of them."""
@@ -186,20 +195,15 @@ class RunRecorder:
     def record_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Append one line to ``checkpoints.jsonl``, after all earlier records, and wait until all are on the disk. Call
         it when the checkpoint's directory is complete."""
-        self.files.write(lambda: self.files.append(layout.CHECKPOINTS, [checkpoint.to_row()]))
+        self.write(lambda: self.append(layout.CHECKPOINTS, [checkpoint.to_row()]))
         self.flush()
-        self.files.write(lambda: write_timeline(self.directory))  # so that a killed run has one too
-
-    def flush(self) -> None:
-        """Wait until all earlier records are on disk; call it before a checkpoint gets its final name. Thread-safe.
-        Raises RunFailed when a record could not be written."""
-        self.files.flush()
+        self.write(lambda: write_timeline(self.directory))  # so that a killed run has one too
 
     def log(self, text: str, level: str = "info") -> None:
         """Add time-stamped lines to ``run.log``; never raises."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = "".join(f"{stamp} {level:<7} {line}\n" for line in without_keys(text).splitlines() or [""])
-        self.files.write(lambda: self.files.append_text(layout.LOG, lines), always=True)
+        self.write(lambda: self.append_text(layout.LOG, lines), always=True)
 
     def log_error(self, error: BaseException) -> None:
         self.log("".join(traceback.format_exception(error)), level="error")
@@ -210,15 +214,30 @@ class RunRecorder:
         self.log(text, level)
         if level != "info":
             note = Note(step, "server", level, without_keys(text), SERVER_REMEDY)
-            self.files.write(lambda: self.files.append(layout.NOTES, [note.to_row()]), always=True)
+            self.write(lambda: self.append(layout.NOTES, [note.to_row()]), always=True)
 
     def truncate(self, step: int) -> None:
         """Remove everything at and after ``step`` (the next step to run) and lines torn by a kill."""
-        self._state = replace(self._state, rows=self.files.truncate(step))
-        reader = RunReader(self.directory)
-        rows = reader.metrics()
+        self.flush()
+        # An evaluation or checkpoint numbered n was made at the end of step n - 1, before the state restored at n.
+        done = step + 1 if step > 0 else 0
+        for row in iter_jsonl(self.directory / layout.METRICS):
+            if row["step"] >= step:
+                _remove_rollouts(self.directory, layout.TRAIN, row["step"])
+        for row in read_jsonl(self.directory / layout.EVALS):
+            if row["step"] >= done:
+                _remove_rollouts(self.directory, f"eval/{row['name']}", row["step"])
+        counts = {name: truncate_jsonl(self.directory / name, step) for name in ROW_FILES}
+        truncate_jsonl(self.directory / layout.NOTES, step)
+        index = self.directory / layout.ITERATIONS
+        keep_rows(index, lambda row: row["iteration"] < (step if row["split"] == layout.TRAIN else done))
+        self._columns.forget()
+        counts |= {name: truncate_jsonl(self.directory / name, done) for name in layout.EVALUATION_FILES}
+        truncate_jsonl(self.directory / layout.CHECKPOINTS, done, key="batch")
+        self._state = replace(self._state, rows=counts)
+        rows = read_jsonl(self.directory / layout.METRICS)
         self._rows = [*rows[:1], *rows[1:][-WINDOW:]]
-        self._noted = {note.key for note in reader.notes()}
+        self._noted = {note["key"] for note in iter_jsonl(self.directory / layout.NOTES)}
         self._finished = step
         self.log(f"records truncated to the {step} finished steps")
 
@@ -244,43 +263,30 @@ class RunRecorder:
             self._started = False
             for reporter in self._reporters:
                 reporter.finish(failed)
-            self.files.write(lambda: write_timeline(self.directory), always=True)
+            self.write(lambda: write_timeline(self.directory), always=True)
             self.log("failed" if failed else "records closed")
-        return self.files.close()
+        return super().close()
 
     def _warn(self, text: str) -> None:
         self.log(text, level="warning")
         self._show_warning(f"{self.context.run_id}: {text}")
 
-
-def _sum(rows: Mapping[str, int], added: Mapping[str, int]) -> dict[str, int]:
-    return {**rows, **{name: rows.get(name, 0) + count for name, count in added.items()}}
-
-
-class RunFiles(RecordFiles):
-    """The files in which one run records its steps and evaluations.
-
-    ``token_text`` locates a completion's tokens in its text, for the pages.
-    """
-
-    def __init__(
-        self, directory: Path, context: RunContext, token_text: TokenText | None, guard: Callable[[], None]
-    ) -> None:
-        super().__init__(directory, guard)
-        self.context, self._token_text = context, token_text
-        self._columns = ColumnWriter(directory / layout.METRICS, directory / layout.COLUMNS)
-
-    @property
-    def any_written(self) -> bool:
-        names = (*ROW_FILES, layout.NOTES, layout.EVALS, layout.CHECKPOINTS)
-        return any((self.directory / name).exists() for name in names)
-
-    def write_step(self, record: StepRecord, row: Row, notes: Sequence[Note], keeps_tokens: bool) -> None:
+    def _write_step(self, record: StepRecord, row: Row, notes: Sequence[Note], keeps_tokens: bool) -> None:
         """Write all files of one step; runs on the writing thread."""
         self.append(layout.METRICS, [row])
         if (record.step + 1) % BLOCK == 0:  # the columns gain whole blocks only
             self.wrote(*self._columns.follow())
-        self.append(layout.STEPS, [_step_summary(record, row)])
+        rewards = [rollout.reward for group in record.groups for rollout in group.rollouts]
+        summary = StepSummary(
+            step=record.step,
+            mean_reward=row["mean_reward"],
+            correct_count=sum(reward.is_correct for reward in rewards),
+            total_count=len(rewards),
+            condition=row["condition"],
+            uncertainty_kind=row["uncertainty_kind"],
+        )
+        credit = {key: value for key, value in row.items() if key.startswith(("exec_", "plan_"))}
+        self.append(layout.STEPS, [summary.to_row() | credit])
         lines = self.append(layout.GENERATIONS, generations(record))
         spans = [
             {"name": name, "duration": end - start, "wall_start": start, "wall_end": end}
@@ -289,14 +295,6 @@ class RunFiles(RecordFiles):
         self.append(layout.SPANS, [StepSpans(record.step, spans).to_row()])
         self.append(layout.NOTES, [note.to_row() for note in notes])
         self._write_rollouts(layout.TRAIN, record.step, record.groups, record.step_start, keeps_tokens, lines)
-
-    def write_evaluation(self, record: EvalRecord, recorded: Mapping[str, Sequence[Row]], started: float) -> None:
-        """Write all files of one evaluation; runs on the writing thread. ``recorded`` has its rows by file."""
-        self.append(layout.EVALS, recorded[layout.EVALS])
-        lines = self.append(layout.EVALUATIONS, recorded[layout.EVALUATIONS])
-        tokens = self.context.config.logging.rollouts_every > 0
-        groups = list(map(CreditedGroup.of, record.groups))
-        self._write_rollouts(f"eval/{record.name}", record.step, groups, started, tokens, lines)
 
     def _write_rollouts(
         self,
@@ -332,52 +330,21 @@ class RunFiles(RecordFiles):
         )
         self.append(layout.ITERATIONS, [line.to_row()])
 
-    def truncate(self, step: int) -> dict[str, int]:
-        """Remove everything at and after ``step`` (the next step to run) and lines torn by a kill. Return the rows that
-        are left in each record."""
-        self.flush()
-        reader = RunReader(self.directory)
-        # An evaluation or checkpoint numbered n was made at the end of step n - 1, before the state restored at n.
-        done = step + 1 if step > 0 else 0
-        for row in reader.iter_metrics():
-            if row["step"] >= step:
-                self._remove_rollouts(layout.TRAIN, row["step"])
-        for row in reader.evaluations():
-            if row["step"] >= done:
-                self._remove_rollouts(f"eval/{row['name']}", row["step"])
-        counts = {name: truncate_jsonl(self.directory / name, step) for name in ROW_FILES}
-        truncate_jsonl(self.directory / layout.NOTES, step)
-        index = self.directory / layout.ITERATIONS
-        keep_rows(index, lambda row: row["iteration"] < (step if row["split"] == layout.TRAIN else done))
-        self._columns.forget()
-        counts |= {name: truncate_jsonl(self.directory / name, done) for name in layout.EVALUATION_FILES}
-        truncate_jsonl(self.directory / layout.CHECKPOINTS, done, key="batch")
-        return counts
 
-    def _remove_rollouts(self, split: str, iteration: int) -> None:
-        for ending in (layout.SUMMARIES, layout.LOGTREE, layout.PAGE):
-            (self.directory / f"{batch_name(split, iteration)}{ending}").unlink(missing_ok=True)
-        (self.directory / tokens_name(split, iteration)).unlink(missing_ok=True)
-
-
-class NullFiles(RunFiles):
-    """Writer that writes nothing. ``any_written`` is true, so that a run with a checkpoint is restored from it."""
+class NullRecorder(RunRecorder):
+    """Recorder of ranks other than 0: it measures and writes nothing and has no tracker. ``any_written`` is true, so
+    that a run with a checkpoint is restored from it."""
 
     any_written = True  # pyright: ignore[reportAssignmentType]
 
-    def check_directory(self) -> None: ...
-
-    def write(self, task: Callable[[], object], always: bool = False) -> None: ...
-
-    def flush(self) -> None: ...
-
-
-class NullRecorder(RunRecorder):
-    """Recorder of ranks other than 0: it measures and writes nothing and has no tracker."""
-
     def __init__(self, run_dir: Path, context: RunContext):
         super().__init__(run_dir, context, trackers={})
-        self.files = NullFiles(run_dir, context, None, lambda: None)
+
+    def check_directory(self) -> None: ...
+
+    def write(self, task: Work, always: bool = False) -> None: ...
+
+    def flush(self) -> None: ...
 
     def record_step(self, record: StepRecord) -> Row:
         return {}
@@ -394,6 +361,16 @@ class NullRecorder(RunRecorder):
     def truncate(self, step: int) -> None: ...
 
 
+def _sum(rows: Mapping[str, int], added: Mapping[str, int]) -> dict[str, int]:
+    return {**rows, **{name: rows.get(name, 0) + count for name, count in added.items()}}
+
+
+def _remove_rollouts(directory: Path, split: str, iteration: int) -> None:
+    for ending in (layout.SUMMARIES, layout.LOGTREE, layout.PAGE):
+        (directory / f"{batch_name(split, iteration)}{ending}").unlink(missing_ok=True)
+    (directory / tokens_name(split, iteration)).unlink(missing_ok=True)
+
+
 def write_rollouts(directory: Path, batch: Batch, num_groups: int | None) -> list[Path]:
     """Write the summary lines; unless ``num_groups`` is None also all tokens, and a logtree and a page with the texts
     of ``num_groups`` groups. Does not wait for the disk. Return the paths."""
@@ -405,16 +382,3 @@ def write_rollouts(directory: Path, batch: Batch, num_groups: int | None) -> lis
     for path, text in paths.items():
         write_text(path, text, durable=False)
     return [*paths, *([] if num_groups is None else [write_tokens(directory, batch)])]
-
-
-def _step_summary(record: StepRecord, row: Row) -> Row:
-    rewards = [rollout.reward for group in record.groups for rollout in group.rollouts]
-    summary = StepSummary(
-        step=record.step,
-        mean_reward=row["mean_reward"],
-        correct_count=sum(reward.is_correct for reward in rewards),
-        total_count=len(rewards),
-        condition=row["condition"],
-        uncertainty_kind=row["uncertainty_kind"],
-    )
-    return summary.to_row() | {key: row[key] for key in row if key.startswith(("exec_", "plan_"))}

@@ -12,13 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from retrain.errors import NotOurs, StorageError, listed, plural
-from retrain.files import append_jsonl, dumps, writing
+from retrain.files import append_jsonl, dumps, iter_jsonl, writing
 from retrain.ownership import owner_of
 from retrain.records.observer import Observer
-from retrain.records.reader import RunReader
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import RunEntry
-from retrain.records.schema.layout import REGISTRY
+from retrain.records.schema.layout import EVALS, REGISTRY
 from retrain.records.schema.registry import Declaration, FinishedRun, RegistryLine
 from retrain.util.jsonl import json_lines
 
@@ -80,7 +79,7 @@ class Registry:
     def finish(self, entry: RunEntry, declared: Values) -> None:
         """Add a line for a finished run, unless there is one: a process killed after adding it may run this again."""
         result: dict[str, float | None] = {}
-        for row in RunReader(self.directory / entry.path).evaluations():
+        for row in iter_jsonl(self.directory / entry.path / EVALS):
             result[row["name"]] = row.get(f"eval/{row['name']}/correct_rate")
         seal = entry.seal or {}
         line = FinishedRun(

@@ -6,19 +6,22 @@ that cannot start stops the run; a later failure does not affect the training.
 
 from __future__ import annotations
 
+import heapq
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 
 from retrain.config.evaluation import trackers
 from retrain.errors import PluginError, RetrainError
-from retrain.files import dumps
+from retrain.files import dumps, iter_jsonl
 from retrain.plugins import load_function
 from retrain.records.catalogue import wandb_name
 from retrain.records.context import RunContext
-from retrain.records.reader import RunReader
 from retrain.records.schema.base import Row, Values
+from retrain.records.schema.layout import EVALS, METRICS
 from retrain.records.trackers import TRACKERS, TrackedRun, Tracker, Warn, is_evaluation
 from retrain.threads import Thread
 
@@ -113,11 +116,11 @@ class Reporter:
 
     def log_row(self, step: int, row: Row) -> None:
         """Queue the row of a step and the evaluations so far, in the order of their steps; never waits."""
-        self._log({step: without_evaluations(row)})
+        self._log([(step, without_evaluations(row))])
 
     def finish(self, failed: bool) -> None:
         """Send the queued rows and close the tracker; abandon it after ``FINISH_SECONDS``, or if it has failed."""
-        self._log({})
+        self._log([])
         if not self.broken and callable(getattr(self.tracker, "finish", None)):
             self._thread.put(lambda: self._call("finish", failed), wait=False)
         if self.broken:
@@ -127,14 +130,11 @@ class Reporter:
         else:
             self._give_up(f"has not finished after {FINISH_SECONDS:g} s and is not waited for")
 
-    def _log(self, rows: Mapping[int, Row]) -> None:
+    def _log(self, rows: Iterable[tuple[int, Row]]) -> None:
         evaluations, self._evaluations = self._evaluations, {}
-        for step in sorted({*evaluations, *rows}):
-            for values in (evaluations.get(step), rows.get(step)):
-                if values is None or self.broken:
-                    continue
-                if not self._thread.put(partial(self._send, step, values), wait=False):
-                    self._give_up(f"is {WAITING_ROWS} rows behind")
+        for step, values in in_order(evaluations, rows):
+            if not self.broken and not self._thread.put(partial(self._send, step, values), wait=False):
+                self._give_up(f"is {WAITING_ROWS} rows behind")
 
     def _send(self, step: int, values: Values) -> None:
         self._call("log", step, tracker_values(values))
@@ -155,23 +155,22 @@ class Reporter:
         self.warn(f"{self.name} {reason}; it gets no further rows, training goes on{advice and f'. {advice}'}")
 
 
-def recorded_history(directory: Path, first: int, finished: int) -> Iterator[tuple[int, Row]]:
-    """Yield (step, numbers) of the rows and evaluations that earlier processes have recorded, from step ``first`` on,
+def recorded_history(directory: Path, first: int, finished: int) -> Iterable[tuple[int, Row]]:
+    """Return (step, numbers) of the rows and evaluations that earlier processes have recorded, from step ``first`` on,
     in the order in which a tracker receives them. ``finished``: number of recorded steps."""
-    reader = RunReader(directory)
     evaluations: dict[int, Row] = {}
-    for line in reader.evaluations():
+    for line in iter_jsonl(directory / EVALS):
         if first <= line["step"] <= finished:
             numbers = {key: value for key, value in line.items() if key.startswith("eval/")}
             evaluations.setdefault(line["step"], {}).update(numbers)
-    for row in reader.iter_metrics():
-        if row["step"] >= finished:
-            break
-        if row["step"] >= first:
-            if row["step"] in evaluations:
-                yield row["step"], evaluations.pop(row["step"])
-            yield row["step"], without_evaluations(row)
-    yield from evaluations.items()
+    rows = takewhile(lambda row: row["step"] < finished, iter_jsonl(directory / METRICS))
+    numbers = ((row["step"], without_evaluations(row)) for row in rows if row["step"] >= first)
+    return in_order(evaluations, numbers)
+
+
+def in_order(evaluations: Mapping[int, Row], rows: Iterable[tuple[int, Row]]) -> Iterable[tuple[int, Row]]:
+    """Return (step, numbers) of evaluations and rows by step, an evaluation before the row of its step."""
+    return heapq.merge(sorted(evaluations.items()), rows, key=itemgetter(0))
 
 
 def start_tracker(name: str, tracker: Tracker, context: RunContext, state: Values | None) -> Row:

@@ -65,16 +65,11 @@ def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True
     for tag in sorted({*tags, *(tag for own in samples.tags for tag in own)}):
         chosen = samples.tagged(tag)
         groups = [record.groups[g] for g in dict.fromkeys(chosen.group_N.tolist())] if graded else []
-        row |= {f"{prefix}/{tag}/{key}": value for key, value in _tag_scores(chosen, groups, n, strict).items()}
+        rate, at_k = _accuracy(chosen) if groups else NO_INTERVAL, _at_k(groups, n, strict)
+        scores: Row = {"correct_rate": rate.estimate, "ci_low": rate.low, "ci_high": rate.high}
+        scores |= {key: at_k[key] for key, least in ((f"pass@{n}", 2), (f"maj@{n}", 3)) if n >= least}
+        row |= {f"{prefix}/{tag}/{key}": value for key, value in scores.items()}
     return jsonable(row)
-
-
-def _tag_scores(samples: Samples, groups: Sequence[Group], n: int, strict: bool) -> Row:
-    rate = _accuracy(samples) if groups else NO_INTERVAL
-    at_k = _at_k(groups, n, strict)
-    scores: Row = {"correct_rate": rate.estimate, "ci_low": rate.low, "ci_high": rate.high}
-    scores |= {f"pass@{n}": at_k[f"pass@{n}"]} if n >= 2 else {}
-    return scores | ({f"maj@{n}": at_k[f"maj@{n}"]} if n >= 3 else {})
 
 
 def answer_of(rollout: Rollout, strict: bool) -> str | None:

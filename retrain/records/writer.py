@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from retrain.errors import LeaseLost, RunFailed, StorageError
+from retrain.errors import RunFailed
 from retrain.files import append_bytes, append_jsonl, fsync, writing
 from retrain.threads import Thread, Work
 from retrain.util.session import DirectoryIdentity
@@ -69,10 +69,8 @@ class RecordFiles:
     def check(self) -> None:
         """Raise the error of an earlier write as StorageError, LeaseLost or RunFailed."""
         error = self._thread.error
-        if isinstance(error, StorageError | LeaseLost):
-            raise error
         if isinstance(error, RunFailed):
-            raise RunFailed(str(error)) from error
+            raise error
         if error is not None:
             raise RunFailed(f"the records could not be written: {type(error).__name__}: {error}") from error
 

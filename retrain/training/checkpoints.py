@@ -10,10 +10,10 @@ from typing import Any
 
 from retrain.config.training import Training
 from retrain.errors import CheckpointError, NotReadable, UsageError
-from retrain.files import aside_of, read_json, sha256, write_bytes, write_json, writing
+from retrain.files import aside_of, iter_jsonl, read_json, sha256, write_bytes, write_json, writing
 from retrain.ownership import Owner, install, is_whole, owner_of, publish, remove
 from retrain.policy.protocol import Policy, PolicySnapshot
-from retrain.records.reader import RunReader
+from retrain.records.reader import recorded_checkpoints
 from retrain.records.recorder import ROW_FILES, RunRecorder
 from retrain.records.schema.campaign import CheckpointFiles
 from retrain.records.schema.layout import EVALUATION_FILES, MANIFEST, SAVED, STATE
@@ -157,7 +157,7 @@ def missing_rows(run_directory: Path, step: int) -> list[str]:
 def count_rows(run_directory: Path, name: str, step: int) -> int:
     """Return the number of rows of a record that belong to the first ``step`` steps of its run."""
     end = step + 1 if name in EVALUATION_FILES else step
-    return sum(row.get("step", -1) < end for row in RunReader(run_directory).rows(name))
+    return sum(row.get("step", -1) < end for row in iter_jsonl(run_directory / name))
 
 
 @dataclass(frozen=True)
@@ -264,21 +264,21 @@ class Checkpoints:
             if saved.step != self.restored_step:
                 self.recorder.flush()  # rows of the steps that a checkpoint contains are never lost
                 directory = checkpoint_directory(self.directory, saved.step)
-                write_checkpoint(directory, saved, self.recorder.files.check_directory)
+                write_checkpoint(directory, saved, self.recorder.check_directory)
         finally:
             saved.policy.discard()
 
     def publish(self, saved: Snapshot, final: bool) -> None:
         """Record the checkpoint, write ``final/`` and the exported copy if it is the last one, and prune. Called after
         the checkpoints of the whole cohort are written."""
-        self.recorder.files.check_directory()
+        self.recorder.check_directory()
         directory = checkpoint_directory(self.directory, saved.step)
         self._record_save(f"{saved.step:06d}", saved.step, directory, directory, saved.cursor)
         if final:
             target = self.directory / "final"
             aside = aside_of(target)
             saved.policy.export(aside, directory)
-            self.recorder.files.check_directory()
+            self.recorder.check_directory()
             publish(aside, target, self._owner("final"))
             if self.export is not None:
                 install(target, self.export, self._owner("adapter_path"))
@@ -311,7 +311,7 @@ class Checkpoints:
         return run and run.at(name)
 
     def _record_save(self, name: str, step: int, state_path: Path, sampler_path: Path, cursor: int) -> None:
-        rows = RunReader(self.directory).checkpoints()
+        rows = recorded_checkpoints(self.directory)
         # A save that was interrupted is made again at the same step.
         if any(row["name"] == name and row["batch"] == step for row in rows):
             return

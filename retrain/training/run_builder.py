@@ -26,9 +26,9 @@ from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
 from retrain.policy.objective import Objective
 from retrain.records.context import RunContext
-from retrain.records.environment import SystemInfo, is_source, module_hashes, named_code, run_facts
+from retrain.records.environment import is_source, module_hashes, named_code, run_facts, system_files
 from retrain.records.observer import Observer
-from retrain.records.reader import RunReader
+from retrain.records.reader import intact_config
 from retrain.records.recorder import NullRecorder, RunRecorder
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import CONFIG
@@ -59,14 +59,15 @@ class ResumePoint:
     """The ``step`` from which a run continues; 0 is the start.
 
     ``passed_over`` has one line for each later checkpoint that cannot be used. ``any_base``: the user has accepted
-    other base weights. ``facts`` and ``system`` describe the run's inputs and the machine, for its records.
+    other base weights. ``facts`` describe the run's inputs, and ``system`` holds files about the machine, for its
+    records.
     """
 
     step: int
     passed_over: list[str] = field(default_factory=list)
     any_base: bool = False
     facts: dict[str, object] = field(default_factory=dict)
-    system: SystemInfo | None = None
+    system: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def find_resume_points(job: CohortJob) -> dict[str, ResumePoint]:
@@ -110,10 +111,9 @@ def check_recorded_facts(
 ) -> None:  # fmt: skip
     """Compare base, data and machine with the runs' records, and store them in ``points`` for the new records. Raises
     RecordsDiffer for differences that the user has not accepted."""
-    facts, system = _shared_facts(model, data), SystemInfo.now(job.folder)
+    facts, system = _shared_facts(model, data), system_files(job.folder)
     directories = {spec.run_id: run_directory(job.directory, spec) for spec in specs}
-    readers = {run_id: RunReader(path) for run_id, path in directories.items() if (path / CONFIG).exists()}
-    records = {run_id: reader.intact_config() for run_id, reader in readers.items()}
+    records = {run_id: intact_config(path) for run_id, path in directories.items() if (path / CONFIG).exists()}
     now = {spec.run_id: facts | _teacher_identity(model, spec) | _rubrics(data, spec) for spec in specs}
     differing = [line for run_id, recorded in records.items() for line in world_changes(recorded, now[run_id])]
     if unaccepted := [line for line in dict.fromkeys(differing) if line not in job.accepted]:
@@ -299,7 +299,7 @@ def _restore(run: Run, model: CohortModel, point: ResumePoint) -> list[str]:
     config, lines = run.config, []
     if config.model.trust_remote_code:
         lines.append(f"{model.name} may run code of its own: trust_remote_code = true")
-    if run.recorder.files.any_written or run.checkpoints.any_written:
+    if run.recorder.any_written or run.checkpoints.any_written:
         lines += resume(run, point.step, point.passed_over)
     is_resumed = run.checkpoints.restored_step is not None
     if not is_resumed and config.resume.from_:

@@ -17,7 +17,7 @@ from retrain.files import Stamp, dumps, stamp_of
 from retrain.records import kinds
 from retrain.records.foreign import FindFile
 from retrain.records.kinds import FieldKinds, checked
-from retrain.records.reader import RunReader
+from retrain.records.reader import summary_files
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import EVALUATIONS, GENERATIONS, ITERATIONS, SUMMARIES, TRAIN
 from retrain.records.tokens import TokenFile
@@ -136,7 +136,7 @@ class Index:
         return iterations[number]
 
     def _listed(self) -> dict[tuple[str, int], IterationEntry]:
-        files = RunReader(self.run).summary_files()
+        files = summary_files(self.run)
         return {(split, step): IterationEntry(split, step, name.removesuffix(SUMMARIES)) for split, step, name in files}
 
 

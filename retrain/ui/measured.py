@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.records.reader import RunReader
+from retrain.records.reader import read_config
 from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import METRICS
 from retrain.ui.library import Library
@@ -67,7 +67,7 @@ def reader(library: Library, runs: Mapping[str, RunSource]) -> Reader:
 
 def _without_rows(directory: Path, entry: RunEntry, numbers: Numbers) -> ColumnRun:
     path = directory / entry.path
-    facts = RunReader(path).config()
+    facts = read_config(path)
     config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}
     last = dict(numbers.last)
     rows = [row for row in (_graded_row(numbers), last) if row]

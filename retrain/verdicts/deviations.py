@@ -8,7 +8,8 @@ from pathlib import Path
 
 from retrain.config.runs import condition_hash
 from retrain.errors import listed, plural
-from retrain.files import iter_jsonl, read_jsonl, stamp_of
+from retrain.files import iter_jsonl, stamp_of
+from retrain.records.reader import evaluation_rows
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import RunEntry, Seal
 from retrain.records.schema.layout import EVALS, EVALUATIONS, METRICS
@@ -27,7 +28,7 @@ def _contradictions(run: Path, stamps: object, seal: Seal | None) -> tuple[str, 
     """Return one clause for each fault in the evaluations of a finished run: rows that differ from the seal, accuracies
     that differ from the grades of the completions. ``stamps`` of the files are part of the cache key, so that files are
     read again only after they have changed."""
-    rows, digest, count = read_jsonl(run / EVALS), "", 0
+    rows, digest, count = evaluation_rows(run), "", 0
     grades: dict[tuple[int, str], list[bool]] = defaultdict(list)
     for row in iter_jsonl(run / EVALUATIONS):
         grades[row["step"], row["name"]].append(row["correct"])

@@ -13,9 +13,11 @@ from pydantic import TypeAdapter
 from retrain.config.campaign import condition_name
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import flat
-from retrain.records.reader import RunReader, planned_configs, read_manifest
+from retrain.files import read_jsonl
+from retrain.records.reader import held_out_completions, planned_configs, read_manifest
 from retrain.records.schema.base import Row
 from retrain.records.schema.comparison import Comparison
+from retrain.records.schema.layout import GENERATIONS
 from retrain.verdicts.pooling import compare_directories, read_source
 from retrain.verdicts.results import Measure, RunResult, first_set, value_text
 
@@ -183,13 +185,13 @@ def completions(run: RunResult, held_out: str) -> tuple[list[Completion], list[C
 
     Without evaluations: those of the first and last tenth of training, where the same seed met the same prompts.
     """
-    rows = RunReader(run.path).held_out_completions(held_out)
+    rows = held_out_completions(run.path, held_out)
     evaluation = "held-out evaluation" if held_out == HELDOUT else f"held-out evaluation on {held_out}"
     if rows:
         first, last = rows[0]["step"], rows[-1]["step"]
         early = [row for row in rows if row["step"] == first] if first < last else []
         return early, [row for row in rows if row["step"] == last], evaluation
-    rows = RunReader(run.path).generations()
+    rows = read_jsonl(run.path / GENERATIONS)
     if not rows:
         return [], [], evaluation
     steps = rows[-1]["step"] + 1

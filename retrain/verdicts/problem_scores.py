@@ -8,7 +8,7 @@ import numpy as np
 
 from retrain.maths.crossed import new_problems_interval
 from retrain.maths.statistics import Interval, majority, pass_at_k
-from retrain.records.reader import RunReader
+from retrain.records.reader import held_out_completions
 from retrain.records.schema.base import Row
 from retrain.verdicts.results import Measure, Pair, RunResult, finished_of
 
@@ -27,7 +27,7 @@ def problem_scores(run: RunResult, measure: Measure) -> dict[str, float] | None:
     parts = measure.key.split("/")
     tag = parts[2] if len(parts) == 4 else None
     samples: dict[tuple[int, str], list[Row]] = defaultdict(list)
-    for row in RunReader(run.path).held_out_completions(measure.held_out):
+    for row in held_out_completions(run.path, measure.held_out):
         if row["step"] in weights and (tag is None or tag in row["tags"]):
             samples[row["step"], row["problem_id"]].append(row)
     problems = list(dict.fromkeys(problem for _, problem in samples))

@@ -20,7 +20,7 @@ from retrain.config.evaluation import DECIDING, HELDOUT, PART, too_early, whole_
 from retrain.config.root import sections
 from retrain.errors import UsageError
 from retrain.records.catalogue import BY_KEY
-from retrain.records.reader import RunReader
+from retrain.records.reader import evaluation_rows, metrics_rows, read_config
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import RunEntry
 
@@ -237,8 +237,7 @@ def area_under(curve: Sequence[tuple[int, float]]) -> float | None:
 
 def read_run(directory: Path, entry: RunEntry) -> RunResult:
     path = directory / entry.path
-    reader = RunReader(path)
-    facts = reader.config()
+    facts = read_config(path)
     config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}
     seed = entry.seed or 0
     return RunResult(
@@ -249,8 +248,8 @@ def read_run(directory: Path, entry: RunEntry) -> RunResult:
         reason=entry.reason,
         path=path,
         pair=(config.get("campaign", {}).get("seed", 0), seed),
-        rows=reader.metrics(),
-        evaluations=reader.evaluations(),
+        rows=metrics_rows(path),
+        evaluations=evaluation_rows(path),
         config=config,
         facts=facts,
     )

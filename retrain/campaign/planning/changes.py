@@ -11,7 +11,7 @@ from pathlib import Path
 from retrain.config.runs import EXTENSION, RunSpec, differences
 from retrain.errors import UsageError
 from retrain.records.environment import code_version, module_hashes, package_versions
-from retrain.records.reader import RunReader
+from retrain.records.reader import checkpoint_paths, intact_config
 from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import CONFIG
@@ -51,10 +51,9 @@ class Approval:
 def version_changes(home: Path, spec: RunSpec, folder: Path) -> list[str]:
     """Return a line for each recorded version (retrain, plug-ins, packages) of a run that differs from the present one.
     If a run with checkpoints has no record, the only line says so."""
-    reader = RunReader(home)
-    facts = reader.intact_config()
+    facts = intact_config(home)
     if not facts:
-        begun = reader.checkpoint_directories()
+        begun = checkpoint_paths(home)
         return [f"{home / CONFIG} is lost: what made the checkpoints is not known"] if begun else []
     lines = []
     code, now = facts.get("code") or {}, code_version()

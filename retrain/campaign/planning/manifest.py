@@ -24,7 +24,7 @@ from retrain.errors import NotReadable, RetrainError, UsageError
 from retrain.files import dumps, stamp_of, write_bytes, write_json, write_text
 from retrain.ownership import MARK
 from retrain.records.observer import NullObserver, Observer, SpecLike
-from retrain.records.reader import RunReader, planned_configs, read_manifest, read_plan_file
+from retrain.records.reader import checkpoint_paths, evaluation_rows, planned_configs, read_manifest, read_plan_file
 from retrain.records.registry import OFF, ON, Registry
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import CampaignDeclaration, CampaignManifest, RunEntry
@@ -84,7 +84,7 @@ def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[st
 
 def _has_records(run: Path) -> bool:
     has_rows = any((run / name).is_file() for name in (METRICS, EVALS, f"{FINAL}/{MARK}"))
-    return has_rows or bool(RunReader(run).checkpoint_directories())
+    return has_rows or bool(checkpoint_paths(run))
 
 
 def declaration(specs: Sequence[RunSpec]) -> CampaignDeclaration:
@@ -359,7 +359,7 @@ def summary(manifest: Manifest) -> Row:
 def _evaluations(directory: Path) -> dict[str, Row]:
     """Return by held-out set a run's first and last correct rate, and the last confidence interval over problems."""
     evaluations: dict[str, Row] = {}
-    for row in RunReader(directory).evaluations():
+    for row in evaluation_rows(directory):
         name = str(row.get("name", HELDOUT))
         rate = row.get(f"eval/{name}/correct_rate")
         if rate is None or name.endswith(PART):

@@ -38,7 +38,7 @@ from retrain.ownership import ELSEWHERE, Owner, check_claim, check_publish, owne
 from retrain.plugins import check_backend_class, load_function, plugin_ranges
 from retrain.policy.teaching import teacher_fault
 from retrain.records.environment import SET_SOURCE, named_code
-from retrain.records.reader import RunReader, read_manifest
+from retrain.records.reader import checkpoint_paths, read_manifest
 from retrain.records.registry import ON, Registry
 from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import ADAPTER_FILES, MANIFEST, STATE
@@ -390,7 +390,7 @@ def _check_adapters(folder: Path, spec: RunSpec, owner: Owner) -> None:
     from_backend = spec.config.backend.backend != "local"
     check_publish(folder / "final", () if from_backend else ADAPTER_FILES, owner.at("final"), AWAY)
     newest, others = 0, []
-    for path in RunReader(folder).checkpoint_directories():
+    for path in checkpoint_paths(folder):
         if path.name[5:].isdecimal():
             if owner_of(path) == owner.at(f"checkpoints/{path.name}"):
                 newest = max(newest, int(path.name[5:]))

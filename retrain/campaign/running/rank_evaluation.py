@@ -16,7 +16,7 @@ from retrain.environments.build import CompletionLengths, askable, data_of, envi
 from retrain.policy.adapter_io import read_adapter
 from retrain.policy.base import workers_for
 from retrain.policy.local import LocalSnapshot
-from retrain.records.reader import RunReader
+from retrain.records.reader import evaluation_rows, held_out_completions, read_config
 from retrain.records.schema.layout import FINAL
 from retrain.rewards import build_grader
 from retrain.training.bases import Bases
@@ -76,15 +76,15 @@ def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Seq
     """Return correctness (0 or 1) [problems, samples] in the run's final evaluation; None if it was of another adapter,
     other problems or other sampling."""
     steps = config.training.max_steps
-    reader = RunReader(adapter.parent)
-    facts = reader.config() if adapter.name == FINAL else {}
+    facts = read_config(adapter.parent) if adapter.name == FINAL else {}
     if facts.get("heldout_hashes", {}).get(held_out.name) != content_hash((), problems):
         return None
-    rows = reader.evaluations(held_out.name)
+    rows = evaluation_rows(adapter.parent, held_out.name)
     sampling = {"samples": held_out.samples, **vars(held_out.sampling.requested)}
     if not rows or rows[-1]["step"] != steps or any(rows[-1].get(key) != value for key, value in sampling.items()):
         return None
-    rows = [row for row in reader.held_out_completions(held_out.name) if row["step"] == steps]
+    completions = held_out_completions(adapter.parent, held_out.name)
+    rows = [row for row in completions if row["step"] == steps]
     asked = [(problem.id, sample) for problem in problems for sample in range(held_out.samples)]
     if [(row["problem_id"], row["sample"]) for row in rows] != asked:
         return None

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from retrain.files import write_text
+from retrain.files import read_jsonl, write_text
 from retrain.records.catalogue import BESIDE
 from retrain.records.pages import document
-from retrain.records.reader import RunReader
 from retrain.records.schema.base import Row
-from retrain.records.schema.layout import TIMELINE
+from retrain.records.schema.layout import SPANS, TIMELINE
 from retrain.util import text
 from retrain.util.text import percent
 
@@ -37,7 +36,7 @@ class StepTimes:
 
 def write_timeline(directory: Path) -> None:
     """Write ``timeline.html`` beside ``timing_spans.jsonl``, unless that has no span yet."""
-    if steps := steps_of(RunReader(directory).spans()):
+    if steps := steps_of(read_jsonl(directory / SPANS)):
         write_text(directory / TIMELINE, timeline_page(steps, directory.resolve().name), durable=False)
 
 

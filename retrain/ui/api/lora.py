@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.records.reader import RunReader
+from retrain.records.reader import checkpoint_paths
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FINAL, SAVED
 from retrain.ui.adapters import DIRECTIONS, Spectrum, norm, overlap, spectra
 from retrain.ui.answers import JsonObject, Query, plain
@@ -80,7 +80,7 @@ def adapters_of(library: Library, run: RunSource) -> list[tuple[int | None, Path
     checkpoints: list[tuple[int | None, Path]] = []
     if library.places.folder(run.path, SAVED) is not None:
         with suppress(OSError):
-            names = sorted((entry.name for entry in RunReader(run.path).checkpoint_directories()), key=_number)
+            names = sorted((entry.name for entry in checkpoint_paths(run.path)), key=_number)
             paths = [(_number(name), library.places.folder(run.path, f"{SAVED}/{name}")) for name in names]
             checkpoints = [(step, path) for step, path in paths if step >= 0 and path is not None]
     checkpoints = evenly_spaced(checkpoints, MOST_CHECKPOINTS)

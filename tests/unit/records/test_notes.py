@@ -5,7 +5,7 @@ import pytest
 from helpers.records import config, context, group, step
 
 from retrain.files import read_jsonl
-from retrain.records.notes import RULES, WINDOW, explain, inapplicable
+from retrain.records.notes import RULES, WINDOW, explain
 from retrain.records.recorder import RunRecorder
 
 HEALTHY: dict[str, Any] = {
@@ -29,8 +29,7 @@ def rows(count: int, first: dict[str, Any] | None = None, **changes: Any) -> lis
 
 
 def keys(made: list[dict[str, Any]], settings: Any = None, dtype: str = "float32") -> list[str]:
-    settings = settings or config()
-    return [note.key for note in explain(made, settings, dtype, inapplicable(settings))]
+    return [note.key for note in explain(made, settings or config(), dtype)]
 
 
 CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from retrain.records.environment import SystemInfo, holds_records
+from retrain.records.environment import holds_records, system_files
+from retrain.records.schema.layout import CODE_DIFF
 from retrain.util import repository
 from retrain.util.repository import code_diff, git_state
 
@@ -78,9 +79,8 @@ def test_the_recorded_changes_give_the_working_tree_back(repo, tmp_path, monkeyp
     before = {path: path.read_bytes() for path in (repo / ".git").rglob("*") if path.is_file()}
     monkeypatch.chdir(repo / "sub")
     monkeypatch.setattr("retrain.records.environment.own_checkout", lambda: None)
-    SystemInfo.now(repo).write(tmp_path / "run")
+    patch = system_files(repo)[CODE_DIFF]
     assert {path: path.read_bytes() for path in (repo / ".git").rglob("*") if path.is_file()} == before
-    patch = (tmp_path / "run" / "code.diff").read_bytes()
     state = git_state(repo)
     assert patch.startswith(f"### repo: {state['root']} @ {state['revision']}\n".encode())
     assert (len(state["revision"]), state["changed"]) == (40, True)
@@ -103,7 +103,7 @@ def test_every_repository_has_its_part(repo, tmp_path, monkeypatch):
     (repo / "one.py").write_text("changed in repo\n")
     monkeypatch.chdir(repo)
     monkeypatch.setattr(repository, "__file__", str(source / "pkg" / "environment.py"))
-    parts = ["### repo:" + part for part in SystemInfo.now(other / "pkg").diff.split("### repo:")[1:]]
+    parts = ["### repo:" + part for part in system_files(other / "pkg")[CODE_DIFF].decode().split("### repo:")[1:]]
     assert [part.partition("\n")[0] for part in parts] == [
         f"### repo: {root} @ {git(root, 'rev-parse', 'HEAD').strip()}" for root in (repo, other, source)
     ]
@@ -124,7 +124,7 @@ def test_no_commit_no_repository_no_git_and_a_hook_of_another_repository(repo, t
     assert code_diff(tmp_path) == f"### no git repository around {tmp_path}\n"
     monkeypatch.setenv("PATH", "")
     assert git_state(repo) is None
-    assert SystemInfo.now(tmp_path).diff == f"### no git repository around {Path.cwd()}\n"
+    assert system_files(tmp_path)[CODE_DIFF].decode() == f"### no git repository around {Path.cwd()}\n"
 
 
 def test_no_secret_nothing_large_and_nothing_that_runs_wrote(repo, tmp_path, monkeypatch):

@@ -12,14 +12,33 @@ from retrain.cli.run_status import read_status
 from retrain.files import read_json, read_jsonl
 from retrain.records.columns import Columns
 from retrain.records.pages.timeline import steps_of
-from retrain.records.reader import RunReader, homes_of_runs, read_manifest, run_entries
+from retrain.records.reader import (
+    evaluation_rows,
+    held_out_completions,
+    homes_of_runs,
+    read_config,
+    read_manifest,
+    recorded_checkpoints,
+    run_entries,
+)
 from retrain.records.schema.base import Record, Row
 from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles, RunEntry
 from retrain.records.schema.comparison import Comparison, ConditionComparison, ConditionSummary, SecondaryComparison
-from retrain.records.schema.layout import CAMPAIGN_FILES, MANIFEST, METRICS, RUN_FILES, STATE, SUMMARIES
+from retrain.records.schema.layout import (
+    CAMPAIGN_FILES,
+    GENERATIONS,
+    MANIFEST,
+    METRICS,
+    NOTES,
+    RUN_FILES,
+    SPANS,
+    STATE,
+    SUMMARIES,
+)
 from retrain.records.schema.rows import RecorderState, TrajectorySummary
 from retrain.ui.iterations import Index, rollouts_of
 from retrain.ui.places import Places
+from retrain.util.jsonl import last_row
 from retrain.verdicts.pooling import conclude
 
 ARCHIVE = Path(__file__).parent / "data" / "version_0.4.tar.xz"
@@ -87,16 +106,16 @@ def test_the_reader_reads_them(recorded):
     assert [entry.run_id for entry in entries] == [run["run_id"] for run in manifest["runs"]]
     assert {entry.state for entry in entries} == {"done"}
     for path in runs(recorded):
-        run = RunReader(path)
-        assert [row["step"] for row in run.metrics()] == [0, 1, 2]
-        assert run.last_row() == run.metrics()[-1]
-        assert [row["step"] for row in run.evaluations("heldout")] == [0, 2, 3]
-        assert [row["name"] for row in run.checkpoints()] == ["000002", "000003", "final"]
-        assert len(run.generations()) == 12
-        assert len(run.held_out_completions("heldout")) == 12
-        assert all(note.level in ("info", "warning") for note in run.notes())
-        assert [step.number for step in steps_of(run.spans())] == [0, 1, 2]
-        assert run.config()["training"]["max_steps"] == 3
+        metrics = read_jsonl(path / METRICS)
+        assert [row["step"] for row in metrics] == [0, 1, 2]
+        assert last_row(path / METRICS) == metrics[-1]
+        assert [row["step"] for row in evaluation_rows(path, "heldout")] == [0, 2, 3]
+        assert [row["name"] for row in recorded_checkpoints(path)] == ["000002", "000003", "final"]
+        assert len(read_jsonl(path / GENERATIONS)) == 12
+        assert len(held_out_completions(path, "heldout")) == 12
+        assert all(note["level"] in ("info", "warning") for note in read_jsonl(path / NOTES))
+        assert [step.number for step in steps_of(read_jsonl(path / SPANS))] == [0, 1, 2]
+        assert read_config(path)["training"]["max_steps"] == 3
         columns = Columns(path / METRICS)
         columns.refresh()
         assert columns.column("step").tolist() == [0, 1, 2]
