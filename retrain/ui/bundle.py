@@ -69,6 +69,9 @@ def write_bundle(library: Library, out: Path, progress: Callable[[int, int], Non
         raise UsageError("there is no campaign and no run to copy; type: retrain ui DIR --bundle OUT")
     answers = Answers(ApiContext.over(library), out / "data")
     for number, home in enumerate(homes):
+        for run in home.runs:
+            with suppress(ApiError):
+                library.numbers(run, make=True)
         for group, questions in (*_of_metrics(answers, home), *_of_runs(library, home)):
             answers.write(f"{number:03d}_{group}", questions)
         answers.write_evolutions(f"{number:03d}_problem", home)

@@ -19,6 +19,7 @@ from retrain.ui.iterations import Index
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places, nothing, stays_inside
 from retrain.ui.sources import Home, RunSource, foreign_home, is_our_run, our_home
+from retrain.util.jsonl import Tail
 
 DEPTH = 2  # How many levels below a given directory campaigns and runs are looked for
 FRESH_S = 0.8  # Seconds for which a reading is cached
@@ -84,10 +85,10 @@ class Library:
             numbers.refresh(make)
         return numbers
 
-    def evaluations(self, run: RunSource) -> list[Row]:
-        numbers = self.numbers(run, refresh=False)
-        numbers.refresh_evaluations()
-        return numbers.evaluations()
+    def rows(self, run: RunSource, name: str) -> list[Row]:
+        """Return the rows of a JSONL file of the run; [] if there is none."""
+        path = self.file(run, name)
+        return Tail(path).rows()[1] if path is not None else []
 
     def settings(self, run: RunSource) -> Row:
         """Return the settings, nested or flat; for retrain's runs, all of ``config.json``."""

@@ -10,7 +10,7 @@ from retrain.config.evaluation import HELDOUT
 from retrain.files import Stamp, stamp_of
 from retrain.records.kinds import is_number
 from retrain.records.schema.base import Row
-from retrain.records.schema.layout import NOTES
+from retrain.records.schema.layout import EVALS, NOTES
 from retrain.ui.answers import JsonObject
 from retrain.ui.decimation import evenly_spaced
 from retrain.ui.findings import Findings, verdict_of
@@ -102,7 +102,7 @@ def seconds_left(runs: Sequence[RunSource]) -> float | None:
 def heldout_of(library: Library, home: Home) -> JsonObject | None:
     """Return the accuracy on the first held-out set by condition: ``points`` [step, mean over runs], ``SPARK_POINTS``
     at most, and the ``last`` evaluation with its interval. None if nothing was evaluated."""
-    rows = {run.location: library.evaluations(run) for run in home.runs}
+    rows = {run.location: library.rows(run, EVALS) for run in home.runs}
     names = sets_of(str(row.get("name", HELDOUT)) for each in rows.values() for row in each)
     conditions = []
     for index, label in enumerate(home.labels[:SPARK_CONDITIONS] if names else ()):
@@ -144,11 +144,6 @@ def newest_note(library: Library, home: Home) -> JsonObject | None:
             short: JsonObject = {**{key: note.get(key) for key in keys}, "run": run.run_id, "place": run.location}
             notes.append((note.get("level") == "warning", touched(path) or 0.0, short))
     return max(notes, key=lambda each: each[:2])[2] if notes else None
-
-
-def notes_of(library: Library, run: RunSource) -> list[Row]:
-    path = library.file(run, NOTES)
-    return Tail(path).rows()[1] if path is not None else []
 
 
 @lru_cache(MOST_NOTES)
