@@ -13,7 +13,7 @@ from retrain.records.schema.base import Row
 from retrain.records.schema.layout import EVALS, NOTES
 from retrain.ui.answers import JsonObject
 from retrain.ui.decimation import evenly_spaced
-from retrain.ui.findings import Findings, verdict_of
+from retrain.ui.findings import Finding, Findings, verdict_of
 from retrain.ui.library import Library
 from retrain.ui.rates import evaluation_rate
 from retrain.ui.sources import Home, RunSource, sets_of, touched
@@ -28,17 +28,17 @@ DETAILS = ("devices", "heldout", "note", "verdict")
 class Summaries:
     def __init__(self, library: Library, findings: Findings):
         self._library, self._findings = library, findings
-        self._details: dict[Path, tuple[Home, int, Row]] = {}
+        self._details: dict[Path, tuple[Home, Finding | None, Row]] = {}
 
     def is_known(self, home: Home) -> bool:
-        read_home, version, _ = self._details.get(home.path, (None, -1, {}))
-        return read_home is home and version == self._findings.version(home)
+        read_home, finding, _ = self._details.get(home.path, (None, None, {}))
+        return read_home is home and finding is self._findings.last(home)
 
     def of(self, home: Home, read: bool = True) -> JsonObject:
         """Return the ``Summary`` of the API. If ``read`` is false, ``DETAILS`` that are not known yet are None."""
         is_known = self.is_known(home)
         if read and not is_known:
-            self._details[home.path] = home, self._findings.version(home), self._read_details(home)
+            self._details[home.path] = home, self._findings.last(home), self._read_details(home)
         summary: Row = summary_of(home)
         # A comparison that has just ended makes these details old, but not unknown.
         summary |= self._details[home.path][2] if is_known or read else dict.fromkeys(DETAILS)

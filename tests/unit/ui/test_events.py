@@ -26,16 +26,16 @@ def library(tmp_path, monkeypatch):
 def test_a_new_comparison_is_told_and_made_when_its_files_change(library, tmp_path):
     context, run = ApiContext.over(library), tmp_path / "one/runs/grpo+none_s1"
 
-    def version():
+    def finding():
         context.findings.comparison(library.home("one"), 60.0)
-        return context.findings.version(library.home("one"))
+        return context.findings.last(library.home("one"))
 
-    assert version() == 1
+    first = finding()
     append_jsonl(run / "metrics.jsonl", [row(6)])  # no comparison reads it
-    assert version() == 1
+    assert finding() is first
     seen = snapshot(context, "one")
     append_jsonl(run / "evals.jsonl", [evaluation(6, 0.5)])
-    assert version() == 2
+    assert finding() is not first
     found = changes(library, seen, snapshot(context, "one"))
     assert {"place": "one", "what": ["comparison"]} in found
     run_changes = next(each for each in found if each["place"] == "one/runs/grpo+none_s1")
