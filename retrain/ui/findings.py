@@ -75,7 +75,7 @@ class Findings:
         self.ask([home], first=True)
         with self._turn:
             self._turn.wait_for(lambda: self._is_current(home, signature), wait_s)
-        last = self._findings.get(home.path)
+        last = self.last(home)
         if last and last.signature == signature:
             return last
         why = last.why if last else "it is being read for the first time: look again in a moment"
@@ -83,7 +83,7 @@ class Findings:
         return Finding((), comparison, None if comparison else why, last.power if last else [], fresh=False)
 
     def _is_current(self, home: Home, signature: Signature) -> bool:
-        last = self._findings.get(home.path)
+        last = self.last(home)
         return last is not None and last.signature == signature
 
     def last_comparison(self, home: Home) -> Row | None:

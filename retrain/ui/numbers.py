@@ -210,27 +210,13 @@ class TableNumbers:
 Numbers = RunNumbers | TableNumbers
 
 
-class Pool:
-    def __init__(self, cache: Path | None = None):
-        self._cache, self._store, self._lock = cache, Store(), RLock()
-        self._runs: dict[str, Numbers] = {}
-        if cache is not None:
-            _tidy(cache)
-
-    def of(self, run: RunSource, find: FindFile) -> Numbers:
-        """Return the metrics of a run. The caller has checked that its files are inside the given directories."""
-        with self._lock:
-            if run.location not in self._runs:
-                self._runs[run.location] = self._new(run, find)
-            return self._runs[run.location]
-
-    def _new(self, run: RunSource, find: FindFile) -> Numbers:
-        foreign, reader = run.foreign, run.reader
-        if foreign is not None and reader is not None and reader.metrics_file(foreign, find) is None:
-            return TableNumbers(foreign, reader, find)
-        name = f"{hashlib.sha256(os.fsencode(run.path)).hexdigest()[:32]}.f32"
-        cache = self._cache / name if self._cache is not None else None
-        return RunNumbers(run.path / METRICS, run.path / EVALS, self._store, cache)
+def numbers_of(run: RunSource, find: FindFile, store: Store, cache: Path | None) -> Numbers:
+    """Return the metrics of a run. The caller has checked that its files are inside the given directories."""
+    foreign, reader = run.foreign, run.reader
+    if foreign is not None and reader is not None and reader.metrics_file(foreign, find) is None:
+        return TableNumbers(foreign, reader, find)
+    name = f"{hashlib.sha256(os.fsencode(run.path)).hexdigest()[:32]}.f32"
+    return RunNumbers(run.path / METRICS, run.path / EVALS, store, cache / name if cache is not None else None)
 
 
 def cache_directory() -> Path:
@@ -299,7 +285,8 @@ def _first(numbers: Numbers, names: tuple[str, ...]) -> np.ndarray | None:
     return next((numbers.column(name) for name in names if name in keys), None)
 
 
-def _tidy(cache: Path) -> None:
+def tidy(cache: Path) -> None:
+    """Remove columns that no page has shown for ``UNUSED_S``."""
     for path in cache.glob("*.*") if cache.is_dir() else ():
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > UNUSED_S:

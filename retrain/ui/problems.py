@@ -133,15 +133,15 @@ def _evaluated_runs(
         finished = [pair for pair in evaluated if pair[0].run not in unfinished]
         if evaluated:
             chosen[label] = ("finished", finished) if finished else ("all", evaluated)
-    is_early, common = any(of == "all" for of, _ in chosen.values()), None
-    if is_early:
+    is_unfinished, common = any(of == "all" for of, _ in chosen.values()), None
+    if is_unfinished:
         later = [{each.number for each in evaluations[1:]} for _, pairs in chosen.values() for _, evaluations in pairs]
         common = max(set.intersection(*filter(None, later)), default=None) if any(later) else None
     ends: dict[str, tuple[str, list[EvaluatedRun]]] = {}
     for label, (of, pairs) in chosen.items():
         of_label: list[EvaluatedRun] = []
         for run, (first, *rest) in pairs:
-            last = [each for each in rest if not is_early or each.number == common]
+            last = [each for each in rest if not is_unfinished or each.number == common]
             of_label.append((run, first, last[-1] if last else None))
         ends[label] = of, [each for each in of_label if each[2]] or of_label  # rates are of the same seeds
     return ends, common

@@ -1,13 +1,11 @@
 """Summarise campaigns and runs in a few numbers: the entries of the first page."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from retrain.config.evaluation import HELDOUT
-from retrain.files import Stamp, stamp_of
 from retrain.records.kinds import is_number
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import EVALS, NOTES
@@ -17,9 +15,7 @@ from retrain.ui.findings import Finding, Findings, verdict_of
 from retrain.ui.library import Library
 from retrain.ui.rates import evaluation_rate
 from retrain.ui.sources import Home, RunSource, sets_of, touched
-from retrain.util.jsonl import Tail
 
-MOST_NOTES = 4_096  # Runs whose last note is cached
 SPARK_POINTS, SPARK_CONDITIONS = 30, 8
 STATES = ("done", "failed", "running", "stopped", "interrupted")
 DETAILS = ("devices", "heldout", "note", "verdict")
@@ -134,20 +130,13 @@ def mean_evaluation(rows: Sequence[Row], held_out: str) -> JsonObject:
 
 
 def newest_note(library: Library, home: Home) -> JsonObject | None:
+    """Return the last warning near the end of a run's notes, of the run that wrote notes last; without any warning, the
+    last note."""
     notes: list[tuple[bool, float, JsonObject]] = []
     for run in home.runs:
-        path = library.file(run, NOTES)
-        stamp = stamp_of(path)
-        note = _last_note(path, stamp) if path is not None and stamp is not None else None
-        if note is not None:
-            keys = ("level", "step", "text")
-            short: JsonObject = {**{key: note.get(key) for key in keys}, "run": run.run_id, "place": run.location}
-            notes.append((note.get("level") == "warning", touched(path) or 0.0, short))
+        if rows := library.rows(run, NOTES, last_only=True):
+            warnings = [row for row in rows if row.get("level") == "warning"]
+            note = {key: (warnings or rows)[-1].get(key) for key in ("level", "step", "text")}
+            written = touched(library.file(run, NOTES)) or 0.0
+            notes.append((bool(warnings), written, note | {"run": run.run_id, "place": run.location}))
     return max(notes, key=lambda each: each[:2])[2] if notes else None
-
-
-@lru_cache(MOST_NOTES)
-def _last_note(path: Path, stamp: Stamp) -> Row | None:
-    _, rows = Tail(path, last_only=True).rows()
-    warnings = [row for row in rows if row.get("level") == "warning"]
-    return (warnings or rows)[-1] if rows else None

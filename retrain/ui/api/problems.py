@@ -4,7 +4,7 @@ from retrain.errors import UsageError
 from retrain.ui.answers import ApiError, JsonObject, Query
 from retrain.ui.api.rollouts import MOST, MOST_ROLLOUTS, iteration_of
 from retrain.ui.context import ApiContext
-from retrain.ui.iterations import Index, first_problem
+from retrain.ui.iterations import Index, rollouts_of
 from retrain.ui.library import Library
 from retrain.ui.problems import SORTS, evolutions, matrix_of, same_prompt
 from retrain.ui.sources import Home, sets_of
@@ -34,7 +34,7 @@ def prompt(context: ApiContext, query: Query) -> JsonObject:
     split, number = query.text("split", "eval/heldout"), query.number("sample", 0, 0, MOST)
     a, b = (context.library.index(context.library.run(query.text(side))) for side in ("a", "b"))
     at_a, at_b = a.get(split, iteration_of(query, "step_a")), b.get(split, iteration_of(query, "step_b"))
-    name = query.text("problem", "") or first_problem(a, at_a)
+    name = query.text("problem", "") or next((str(row["problem_id"]) for row in rollouts_of(a, at_a)), None)
     if name is None:
         raise ApiError(404, f"nothing was sampled in {at_a.name}")
     steps = {side: [iteration.number for iteration in index.of_split(split)] for side, index in (("a", a), ("b", b))}

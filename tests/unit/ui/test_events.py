@@ -11,7 +11,6 @@ from retrain.serving.listening import HttpServer, listening_socket
 from retrain.ui.context import ApiContext
 from retrain.ui.events import changes, snapshot
 from retrain.ui.library import Library
-from retrain.ui.numbers import Pool
 from retrain.ui.places import Places
 from retrain.ui.server import app_of
 
@@ -20,7 +19,7 @@ from retrain.ui.server import app_of
 def library(tmp_path, monkeypatch):
     monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
     campaign(tmp_path / "one", state="running")
-    return Library(Places([tmp_path / "one"]), Pool())
+    return Library(Places([tmp_path / "one"]))
 
 
 def test_a_new_comparison_is_told_and_made_when_its_files_change(library, tmp_path):
@@ -65,7 +64,7 @@ def test_a_page_hears_a_row_over_http(tmp_path):
     with listening_socket("127.0.0.1", 0) as bound:
         port, ready = bound.getsockname()[1], threading.Event()
         url = f"http://127.0.0.1:{port}"
-        app = app_of(Library(Places([home]), Pool()), port=port, closing=lambda: server.should_exit)
+        app = app_of(Library(Places([home])), port=port, closing=lambda: server.should_exit)
         server = HttpServer(app, ready.set)
         server.capture_signals = contextlib.nullcontext  # not the main thread
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})

@@ -29,7 +29,6 @@ SAMPLED = ("iterations.jsonl", "timing_spans.jsonl", "emergence/*", "tokens_*", 
 def at_once(monkeypatch):
     """Every request looks at the files."""
     monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
-    monkeypatch.setattr("retrain.ui.library.CHECKED_S", 0.0)
 
 
 @pytest.fixture(scope="module")
