@@ -136,7 +136,7 @@ def newest_note(library: Library, home: Home) -> JsonObject | None:
     for run in home.runs:
         if rows := library.rows(run, NOTES, last_only=True):
             warnings = [row for row in rows if row.get("level") == "warning"]
-            note = {key: (warnings or rows)[-1].get(key) for key in ("level", "step", "text")}
+            note: JsonObject = {key: (warnings or rows)[-1].get(key) for key in ("level", "step", "text")}
             written = touched(library.file(run, NOTES)) or 0.0
             notes.append((bool(warnings), written, note | {"run": run.run_id, "place": run.location}))
     return max(notes, key=lambda each: each[:2])[2] if notes else None
