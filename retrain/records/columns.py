@@ -106,6 +106,11 @@ class Columns:
         return list(self._keys | dict.fromkeys(self._rest.keys))
 
     @property
+    def uncovered(self) -> int:
+        """Number of rows that no block covers; if there are many, a ``ColumnWriter`` makes reading faster."""
+        return len(self._rest)
+
+    @property
     def last(self) -> Values:
         """The newest row with all its keys; {} if it is in a block."""
         return self._rest.last
