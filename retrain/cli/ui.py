@@ -36,7 +36,7 @@ def ui(
     from retrain.ui import bundle as copies
     from retrain.ui import library, numbers, places, server
 
-    pages = library.Library(places.Places(directories or [Path("logs")]), numbers.Pool(numbers.cache_directory()))
+    pages = library.Library(places.Places(directories or [Path("logs")]), numbers.cache_directory())
     if bundle is not None:
         size = copies.write_bundle(pages, bundle, lambda done, of: note(f"copied {done} of {of}"))
         print(f"{bundle / 'index.html'}: {size / 1e6:.1f} MB, opens in any browser without a server")

@@ -6,9 +6,8 @@ Follows ``maths.squeeze`` in numpy, one module in memory at a time: torch would 
 import json
 import math
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
@@ -49,12 +48,15 @@ def _spectra(weights: Path, settings: Path, stamps: tuple[Stamp | None, ...]) ->
     if not isinstance(config, dict):
         raise ValueError("adapter_config.json is no object")
     out: dict[str, Spectrum] = {}
-    factors = _factors(weights)
-    directed = set(sorted(factors)[:: max(1, -(-len(factors) // MOST_DIRECTIONS))])
-    for name, read in factors.items():
-        a, b = read()
-        if a.ndim == 2 and b.ndim == 2 and a.shape[0] == b.shape[1] and np.isfinite(a.sum()) and np.isfinite(b.sum()):
-            out[name] = _spectrum(a, b, _scale(config, name, a.shape[0]), DIRECTIONS if name in directed else 0)
+    with open(weights, "rb") as file:
+        factors = _factors(file)
+        begin = file.tell()
+        directed = set(sorted(factors)[:: max(1, -(-len(factors) // MOST_DIRECTIONS))])
+        for name, pair in factors.items():
+            a, b = (_tensor(file, begin, facts) for facts in pair)
+            fits = a.ndim == b.ndim == 2 and a.shape[0] == b.shape[1]
+            if fits and np.isfinite(a.sum()) and np.isfinite(b.sum()):
+                out[name] = _spectrum(a, b, _scale(config, name, a.shape[0]), DIRECTIONS if name in directed else 0)
     return out
 
 
@@ -86,28 +88,21 @@ def _scale(config: Row, name: str, rank: int) -> float:
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _factors(weights: Path) -> dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]]:
-    """Return functions that read A [r, in] and B [out, r] in float32, by module."""
-    with open(weights, "rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 0 < length <= MOST_HEADER:
-            raise ValueError("no safetensors file")
-        tensors = json.loads(file.read(length))
+def _factors(file: IO[bytes]) -> dict[str, tuple[Row, Row]]:
+    """Return where A [r, in] and B [out, r] of each module are, as in the header that begins the file."""
+    head = file.read(8)
+    length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+    if not 0 < length <= MOST_HEADER:
+        raise ValueError("no safetensors file")
+    tensors = json.loads(file.read(length))
     if not isinstance(tensors, dict):
         raise ValueError("no safetensors file")
-    factors: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]] = {}
-    for key in sorted(tensors):
-        other = key.replace(".lora_A", ".lora_B")
-        if other != key and other in tensors:
-            name = key.partition(".lora_A")[0].removeprefix("base_model.model.")
-            factors[name] = partial(_pair, weights, 8 + length, tensors[key], tensors[other])
-    return factors
-
-
-def _pair(path: Path, begin: int, a: Row, b: Row) -> tuple[np.ndarray, np.ndarray]:
-    with open(path, "rb") as file:
-        return _tensor(file, begin, a), _tensor(file, begin, b)
+    pairs = [(key, key.replace(".lora_A", ".lora_B")) for key in sorted(tensors)]
+    return {
+        a.partition(".lora_A")[0].removeprefix("base_model.model."): (tensors[a], tensors[b])
+        for a, b in pairs
+        if a != b and b in tensors
+    }
 
 
 def _tensor(file: IO[bytes], begin: int, facts: Row) -> np.ndarray:

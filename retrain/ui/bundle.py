@@ -25,7 +25,6 @@ from retrain.records.pages.scripts import joined
 from retrain.ui.answers import ApiError, JsonObject, Query
 from retrain.ui.api.problems import indices_of
 from retrain.ui.context import ApiContext
-from retrain.ui.iterations import Index
 from retrain.ui.library import Library
 from retrain.ui.numbers import AXES
 from retrain.ui.problems import SORTS, evolutions
@@ -69,6 +68,9 @@ def write_bundle(library: Library, out: Path, progress: Callable[[int, int], Non
         raise UsageError("there is no campaign and no run to copy; type: retrain ui DIR --bundle OUT")
     answers = Answers(ApiContext.over(library), out / "data")
     for number, home in enumerate(homes):
+        for run in home.runs:
+            with suppress(ApiError):
+                library.numbers(run, make=True)
         for group, questions in (*_of_metrics(answers, home), *_of_runs(library, home)):
             answers.write(f"{number:03d}_{group}", questions)
         answers.write_evolutions(f"{number:03d}_problem", home)
@@ -181,14 +183,11 @@ def _of_conditions(answers: Answers, home: Home) -> Questions:
         problems = answers.get("problems", about | {"sort": "problem"})["problems"]
         named: list[JsonObject] = [{}, *({"problem": problem["id"]} for problem in problems)]
         split = f"eval/{held_out}"
-        recorded = [run.location for run in first if _is_recorded(answers.context.library.index(run), split)]
+        index = answers.context.library.index
+        recorded = [run.location for run in first if any(each.tokens for each in index(run).of_split(split))]
         for other, location in enumerate(recorded[1:]):
             sides = {"a": recorded[0], "b": location, "split": split}
             yield f"prompts_{number}_{other}", [("prompt", sides | query) for query in named]
-
-
-def _is_recorded(index: Index, split: str) -> bool:
-    return any(iteration.tokens for iteration in index.of_split(split))
 
 
 def _of_runs(library: Library, home: Home) -> Questions:

@@ -7,7 +7,6 @@ from pathlib import Path
 from retrain.ui.answers import Query
 from retrain.ui.findings import Findings
 from retrain.ui.library import Library
-from retrain.ui.problems import Matrices
 from retrain.ui.summary import Summaries
 from retrain.util.jsonl import LineIndex
 
@@ -17,7 +16,6 @@ class ApiContext:
     library: Library
     findings: Findings
     summaries: Summaries
-    matrices: Matrices = field(default_factory=Matrices)
     spans: dict[Path, LineIndex] = field(default_factory=dict)
 
     @classmethod

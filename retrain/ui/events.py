@@ -89,7 +89,7 @@ def snapshot(context: ApiContext, location: str | None) -> Snapshot:
         for run in home.runs:
             now[run.location] = _stamps(context.library, home, run)
         if home.runs and home.manifest:
-            now.setdefault(home.location, {})["comparison"] = context.findings.version(home)
+            now.setdefault(home.location, {})["comparison"] = context.findings.last(home)
     return now
 
 

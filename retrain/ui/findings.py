@@ -1,7 +1,6 @@
 """Compare campaigns as ``retrain compare`` does, in a background thread, when their files have changed."""
 
 import math
-import time
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
@@ -39,7 +38,7 @@ DECLARED = ("interim", "declared", "notes", "registry")  # Entries of a manifest
 Signature = tuple[object, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Finding:
     """A comparison, or ``why`` there is none. ``power``: lines on seeds needed. ``fresh``: it is up to date."""
 
@@ -58,7 +57,6 @@ class Findings:
         self._library = library
         self._turn = Condition()
         self._findings: dict[Path, Finding] = {}
-        self._versions: dict[Path, int] = {}
         self._seconds: dict[Path, tuple[int, float]] = {}
         self._requests: dict[Path, tuple[Home, Signature, bool]] = {}  # Latest request for each campaign
         self._queue: PriorityQueue[tuple[int, int, Path, RunSource | None]] = PriorityQueue()
@@ -73,17 +71,20 @@ class Findings:
             return Finding((), None, FOREIGN)
         if not home.manifest:
             return Finding((), None, home.missing[0] if home.missing else ALONE)
-        signature, end = self.signature(home), time.monotonic() + wait_s
+        signature = self.signature(home)
         self.ask([home], first=True)
         with self._turn:
-            while (last := self._findings.get(home.path)) is None or last.signature != signature:
-                if (wait_s := end - time.monotonic()) <= 0:
-                    why = last.why if last else "it is being read for the first time: look again in a moment"
-                    comparison = self.last_comparison(home)
-                    power = last.power if last else []
-                    return Finding((), comparison, None if comparison else why, power, fresh=False)
-                self._turn.wait(wait_s)
+            self._turn.wait_for(lambda: self._is_current(home, signature), wait_s)
+        last = self.last(home)
+        if last and last.signature == signature:
             return last
+        why = last.why if last else "it is being read for the first time: look again in a moment"
+        comparison = self.last_comparison(home)
+        return Finding((), comparison, None if comparison else why, last.power if last else [], fresh=False)
+
+    def _is_current(self, home: Home, signature: Signature) -> bool:
+        last = self.last(home)
+        return last is not None and last.signature == signature
 
     def last_comparison(self, home: Home) -> Row | None:
         """Return the last comparison, else the one that an ended campaign wrote, else None. Computes nothing."""
@@ -94,8 +95,9 @@ class Findings:
             return written if written.get("format") == 3 else None
         return None
 
-    def version(self, home: Home) -> int:
-        return self._versions.get(home.path, 0)
+    def last(self, home: Home) -> Finding | None:
+        """Return the last comparison that was made here, if any; another object after each."""
+        return self._findings.get(home.path)
 
     def device_seconds(self, home: Home) -> float | None:
         seconds = [self._seconds[run.path][1] for run in home.runs if run.path in self._seconds]
@@ -162,8 +164,8 @@ class Findings:
                 numbers.column(key)
 
     def _compare_if_changed(self, home: Home) -> None:
-        signature, last = self.signature(home), self._findings.get(home.path)
-        if last is not None and last.signature == signature:
+        signature = self.signature(home)
+        if not home.manifest or self._is_current(home, signature):
             return
         try:
             finding = self._compare(home, signature)
@@ -173,12 +175,9 @@ class Findings:
             finding = Finding(signature, None, why)
         with self._turn:
             self._findings[home.path] = finding
-            self._versions[home.path] = self.version(home) + 1
             self._turn.notify_all()
 
     def _compare(self, home: Home, signature: Signature) -> Finding:
-        if home.source != "retrain" or not home.manifest:
-            return Finding(signature, None, FOREIGN)
         read = reader(self._library, {run.run_id: run for run in home.runs})
         try:
             comparison = compare_directories([home.path], read=read) | {"directories": [home.location]}
@@ -210,14 +209,10 @@ def verdict_of(comparison: Row | None) -> JsonObject | None:
 def power_of(home: Home, comparison: Row) -> list[JsonObject]:
     """Return, by condition, a sentence on the seeds that would show its present difference, and TOML to paste."""
     others = comparison["conditions"][1:]
-    if not others or not home.manifest:
-        return []
     measure = Measure(comparison["summary"], comparison["metric"])
     spread = pair_spread([condition["differences"] for condition in others])
-    if not spread:
-        return []
     seeds = sorted({config["training"]["seed"] for config in planned_configs(home.path).values()})
-    if not seeds:
+    if not spread or not seeds:
         return []
     lines: list[JsonObject] = []
     for condition in others:
@@ -232,11 +227,7 @@ def power_of(home: Home, comparison: Row) -> list[JsonObject]:
             line = f"{seen} needs {needed} seeds, which are planned ({len(seeds)})"
         else:
             line = f"{seen} is found with {100 * WANTED_POWER:.0f} % probability by {needed} fresh seeds"
-        few = needed is not None and len(seeds) < needed <= 1_000
-        lines.append({"label": condition["label"], "line": line, "needed": needed,
-                      "toml": _toml(seeds, needed) if few and needed else None})  # fmt: skip
+        is_few = needed is not None and len(seeds) < needed <= 1_000
+        toml = f"seeds = {list(range(seeds[-1] + 1, seeds[-1] + 1 + needed))}" if needed and is_few else None
+        lines.append({"label": condition["label"], "line": line, "needed": needed, "toml": toml})
     return lines
-
-
-def _toml(seeds: list[int], needed: int) -> str:
-    return f"seeds = {list(range(seeds[-1] + 1, seeds[-1] + 1 + needed))}"

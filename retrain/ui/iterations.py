@@ -165,14 +165,6 @@ def rollouts_of(index: Index, iteration: IterationEntry) -> list[Row]:
     return [_of_summary(i, row, texts) for i, row in enumerate(index.summaries(iteration))]
 
 
-def first_problem(index: Index, iteration: IterationEntry) -> str | None:
-    if (tokens := index.tokens(iteration)) is not None:
-        with tokens as file:
-            return file.prompt(next(file.lines())["group"])["problem_id"] if len(file) else None
-    first = next(index.summaries(iteration), None)
-    return None if first is None else str(first.get("problem_id"))
-
-
 @lru_cache(CACHED_FILES)
 def _groups(path: Path, name: str, stamp: Stamp | None) -> Mapping[str, Sequence[int]]:
     by_problem: dict[str, list[int]] = defaultdict(list)

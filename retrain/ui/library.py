@@ -16,30 +16,33 @@ from retrain.records.schema.base import Row
 from retrain.records.schema.layout import CONFIG, MANIFEST
 from retrain.ui.answers import ApiError
 from retrain.ui.iterations import Index
-from retrain.ui.numbers import Numbers, Pool
+from retrain.ui.numbers import Numbers, Store, numbers_of, tidy
 from retrain.ui.places import Places, nothing, stays_inside
 from retrain.ui.sources import Home, RunSource, foreign_home, is_our_run, our_home
+from retrain.util.jsonl import Tail
 
 DEPTH = 2  # How many levels below a given directory campaigns and runs are looked for
 FRESH_S = 0.8  # Seconds for which a reading is cached
-CHECKED_S = 0.5  # Seconds for which the check of a run's paths is cached
 MOST_FOLDERS = 5_000
 
 CachedHome = tuple[float, Hashable, Home | None]  # (time of reading, stamp, result) of a directory
 
 
 class Library:
-    """Campaigns and runs of some directories; thread-safe."""
+    """Campaigns and runs of some directories; thread-safe. ``cache``: directory for columns of long runs that have
+    none; without it they are held in memory."""
 
-    def __init__(self, places: Places, pool: Pool):
-        self.places, self.pool = places, pool
+    def __init__(self, places: Places, cache: Path | None = None):
+        self.places, self._cache, self._store = places, cache, Store()
         self.readers: Sequence[ForeignReader] = (CookbookReader(), TrlReader(), TrackioReader())
         self._lock = RLock()
         self._paths: list[Path] = []
         self._looked = 0.0
         self._homes: dict[Path, CachedHome] = {}
         self._indices: dict[Path, Index] = {}
-        self._checked: dict[Path, float] = {}
+        self._numbers: dict[str, Numbers] = {}
+        if cache is not None:
+            tidy(cache)
 
     def homes(self) -> list[Home]:
         with self._lock:
@@ -74,20 +77,20 @@ class Library:
     def numbers(self, run: RunSource, refresh: bool = True, make: bool = False) -> Numbers:
         """Return the metrics of a run, with what is new in its files; with ``make``, also what takes seconds to read.
         Raises ApiError (404) if a file of the run is outside the given directories."""
-        now = time.monotonic()
-        if now - self._checked.get(run.path, -CHECKED_S) >= CHECKED_S:
-            if not stays_inside(run.path, self.places):
-                raise nothing(run.location)
-            self._checked[run.path] = now
-        numbers = self.pool.of(run, self.places.file)
+        if not stays_inside(run.path, self.places):
+            raise nothing(run.location)
+        with self._lock:
+            if run.location not in self._numbers:
+                self._numbers[run.location] = numbers_of(run, self.places.file, self._store, self._cache)
+            numbers = self._numbers[run.location]
         if refresh:
             numbers.refresh(make)
         return numbers
 
-    def evaluations(self, run: RunSource) -> list[Row]:
-        numbers = self.numbers(run, refresh=False)
-        numbers.refresh_evaluations()
-        return numbers.evaluations()
+    def rows(self, run: RunSource, name: str, last_only: bool = False) -> list[Row]:
+        """Return the rows of a JSONL file of the run, or only those near its end; [] if there is none."""
+        path = self.file(run, name)
+        return Tail(path, last_only).rows()[1] if path is not None else []
 
     def settings(self, run: RunSource) -> Row:
         """Return the settings, nested or flat; for retrain's runs, all of ``config.json``."""
@@ -113,8 +116,7 @@ class Library:
         return None
 
     def _read(self, path: Path) -> Home | None:
-        with self._lock:
-            moment, stamp, home = self._homes.get(path, (-1e9, None, None))
+        moment, stamp, home = self._homes.get(path, (-1e9, None, None))
         if time.monotonic() - moment > FRESH_S:
             try:
                 if home is None or home.stamp(self.places) != stamp:
@@ -122,11 +124,7 @@ class Library:
                     stamp = home.stamp(self.places) if home is not None else None
             except OSError:  # taken away while it was read
                 home = None
-            now = time.monotonic()
-            with self._lock:
-                if home is not None and home is not self._homes.get(path, (0.0, None, None))[2]:
-                    self._checked |= {run.path: now for run in home.runs if run.reader is None}  # when it was read
-                self._homes[path] = now, stamp, home
+            self._homes[path] = time.monotonic(), stamp, home
         return home
 
     def _foreign(self, path: Path) -> Home | None:

@@ -108,9 +108,15 @@ def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band:
     finished = [line for line in lines if line.run.state == "done"]
     chosen, of = (finished, "finished") if finished else (list(lines), "all")
     answer: JsonObject = {"mean": [], "raw": [], "band": [], "of": of, "n": len(chosen)}
-    xs, values, raw = _at_common_steps(chosen) if chosen else (np.empty(0), np.empty((0, 0)), np.empty((0, 0)))
-    cut = inside(xs, part)
-    xs, values, raw = xs[cut], values[:, cut], raw[:, cut]
+    if not chosen:
+        return answer
+    _, rows = _common(chosen)
+    xs, values, raw = (
+        np.array([getattr(line, name)[at] for line, at in zip(chosen, rows, strict=True)])
+        for name in ("xs", "values", "raw")
+    )
+    cut = inside(xs.mean(axis=0), part)
+    xs, values, raw = xs.mean(axis=0)[cut], values[:, cut], raw[:, cut]
     if not len(xs):
         return answer
     mean = values.mean(axis=0)
@@ -122,16 +128,6 @@ def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band:
     elif band == "interval" and (ends := interval_of_means(values, share)) is not None:
         answer["band"] = table(xs, *ends)
     return answer
-
-
-def _at_common_steps(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean x [steps], smoothed values and raw values [lines, steps] at the steps that all lines have."""
-    _, rows = _common(lines)
-    xs, values, raw = (
-        np.array([getattr(line, name)[at] for line, at in zip(lines, rows, strict=True)])
-        for name in ("xs", "values", "raw")
-    )
-    return xs.mean(axis=0), values, raw
 
 
 def _common(lines: Sequence[Line]) -> tuple[np.ndarray, list[np.ndarray | slice]]:
@@ -147,8 +143,8 @@ def _common(lines: Sequence[Line]) -> tuple[np.ndarray, list[np.ndarray | slice]
 def paired(lines: Sequence[Line], baseline: Sequence[Line]) -> list[Line]:
     """Return the differences of runs to the baseline's run of the same seed, at the steps that both have. If some pairs
     are finished, only those."""
-    base = {line.run.pair: line for line in baseline}
-    pairs = [(line, base[line.run.pair]) for line in lines if line.run.pair in base]
+    base = {line.run.seed or 0: line for line in baseline}
+    pairs = [(line, base[line.run.seed or 0]) for line in lines if (line.run.seed or 0) in base]
     both = [pair for pair in pairs if all(line.run.state == "done" for line in pair)]
     differences = []
     for mine, other in both or pairs:

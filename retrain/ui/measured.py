@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.records.reader import read_config
 from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import METRICS
 from retrain.ui.library import Library
 from retrain.ui.numbers import Numbers, own_seconds, steps_of
 from retrain.ui.sources import RunSource
 from retrain.verdicts.pooling import Reader
-from retrain.verdicts.results import SECTIONS, Measure, RunResult, read_run
+from retrain.verdicts.results import Measure, RunResult, read_run
 
 WHOLE_BYTES = 2 << 20
 """Bytes of ``metrics.jsonl`` up to which a run is compared from its rows, exactly as ``retrain compare`` does."""
@@ -25,28 +24,18 @@ class ColumnRun(RunResult):
     """A run whose training metrics are read one column at a time. ``rows`` has only its last row, and one that shows
     whether rewards are graded or only 0 and 1."""
 
-    numbers: Numbers | None = field(default=None, repr=False)
+    numbers: Numbers = field(kw_only=True, repr=False)
 
     def curve(self, key: str) -> list[tuple[int, float]]:
-        if self.numbers is None or Measure(key=key).held_out:
+        if Measure(key=key).held_out:
             return super().curve(key)
         steps, values = points_of(self.numbers, key)
         return list(zip(steps.astype(int).tolist(), values.tolist(), strict=True))
 
     @property
     def device_seconds(self) -> float:
-        seconds = own_seconds(self.numbers) if self.numbers is not None else None
+        seconds = own_seconds(self.numbers)
         return float(np.nansum(seconds)) if seconds is not None else 0.0
-
-
-def result_of(library: Library, run: RunSource) -> ColumnRun:
-    numbers = library.numbers(run)
-    settings = library.settings(run)
-    last = dict(numbers.last)
-    return ColumnRun(
-        run.run_id, run.label, run.seed or 0, run.state, run.reason, run.path, run.pair, [last] if last else [],
-        numbers.evaluations(), settings, settings, numbers=numbers,
-    )  # fmt: skip
 
 
 def reader(library: Library, runs: Mapping[str, RunSource]) -> Reader:
@@ -60,23 +49,11 @@ def reader(library: Library, runs: Mapping[str, RunSource]) -> Reader:
         metrics = library.file(run, METRICS)
         if metrics is None or metrics.stat().st_size <= WHOLE_BYTES:
             return read_run(directory, entry)
-        return _without_rows(directory, entry, library.numbers(run))
+        numbers = library.numbers(run)
+        rows = [row for row in (_graded_row(numbers), dict(numbers.last)) if row]
+        return ColumnRun(**vars(read_run(directory, entry, rows)), numbers=numbers)
 
     return read
-
-
-def _without_rows(directory: Path, entry: RunEntry, numbers: Numbers) -> ColumnRun:
-    path = directory / entry.path
-    facts = read_config(path)
-    config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}
-    last = dict(numbers.last)
-    rows = [row for row in (_graded_row(numbers), last) if row]
-    seed = entry.seed or 0
-    pair = (config.get("campaign", {}).get("seed", 0), seed)
-    return ColumnRun(
-        entry.run_id, entry.label, seed, entry.state, entry.reason, path, pair, rows,
-        numbers.evaluations(), config, facts, numbers=numbers,
-    )  # fmt: skip
 
 
 def _graded_row(numbers: Numbers) -> dict[str, float]:

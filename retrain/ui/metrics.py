@@ -3,7 +3,6 @@
 import functools
 import re
 from collections.abc import Collection, Iterator
-from typing import TypedDict
 
 from retrain.records.catalogue import METRICS, SECTIONS, Metric
 from retrain.records.schema.base import Row
@@ -26,27 +25,8 @@ HISTOGRAMS = {
 """Metrics that are means over rollouts, with the name of the rollouts' number in ``/api/histogram``."""
 
 
-class Healthy(TypedDict):
-    text: str
-    low: float | None
-    high: float | None
-
-
-class MetricFacts(TypedDict):
-    key: str
-    section: str
-    group: str
-    name: str
-    unit: str
-    definition: str
-    note: str | None
-    healthy: Healthy | None
-    aliases: list[str]
-    alias_of: str | None
-
-
 @functools.cache
-def about(key: str) -> MetricFacts:
+def about(key: str) -> Row:
     metric, alias = _metric_of(key)
     head, _, name = key.rpartition("/")
     section = _SECTION_OF[metric.key] if metric else head.partition("/")[0] or GENERAL
@@ -73,7 +53,8 @@ def listed(keys: Collection[str], ranges: Row) -> list[JsonObject]:
         if is_named or _repeats(key, there):
             continue
         spread = {name: other for name in STATISTICS if (other := _statistic(key, name)) in there}
-        histogram = HISTOGRAMS.get(key) or _component(key)
+        component = re.fullmatch(r"rewards/([^/]+)/mean", key)
+        histogram = component[1] if component else HISTOGRAMS.get(key)
         more = {"range": _range_of(key, ranges), "spread": spread or None, "histogram": histogram}
         metrics.append({**about(key), **more})
     return sorted(metrics, key=lambda facts: _ORDER.get(str(facts["section"]), len(_ORDER)))
@@ -101,7 +82,7 @@ def tags_of(keys: Collection[str]) -> list[str]:
     return [tag for tag in tags if tag != "all"]
 
 
-def healthy_of(metric: Metric) -> Healthy | None:
+def healthy_of(metric: Metric) -> Row | None:
     text = metric.healthy
     if not text:
         return None
@@ -128,9 +109,12 @@ def _plain(text: str) -> str:
 
 
 def _regex(key: str) -> str:
-    """Return a pattern for a catalogue key: ``<k>`` matches a number, other placeholders a part without slashes."""
+    """Return a pattern for a catalogue key, with a group for each placeholder: ``<k>`` matches a number, others a part
+    without slashes."""
     parts = re.split(r"(<\w+>)", key)
-    return "".join(r"\d+" if part == "<k>" else r"[^/]+" if part.startswith("<") else re.escape(part) for part in parts)
+    return "".join(
+        r"(\d+)" if part == "<k>" else r"([^/]+)" if part.startswith("<") else re.escape(part) for part in parts
+    )
 
 
 _SECTION_OF = {metric.key: section for section, metrics in SECTIONS.items() for metric in metrics}
@@ -160,8 +144,7 @@ def _metric_of(key: str) -> tuple[Metric | None, bool]:
 def _names_of(key: str, metric: Metric) -> Iterator[str]:
     """Yield the metric's key for each of its aliases that ``key`` matches, with placeholders filled from ``key``."""
     for name in _aliases(metric):
-        match = re.fullmatch(re.sub(r"<\w+>", "([^/]+)", re.sub(r"([.+*?^$()\[\]{}|\\])", r"\\\1", name)), key)
-        if match is not None:
+        if match := re.fullmatch(_regex(name), key):
             filled = metric.key
             for part in match.groups():
                 filled = re.sub(r"<\w+>", lambda _, part=part: part, filled, count=1)
@@ -189,11 +172,6 @@ def _statistic(key: str, name: str) -> str | None:
         if match := re.fullmatch(pattern, key):
             return match.expand(to.replace("{}", name))
     return None
-
-
-def _component(key: str) -> str | None:
-    match = re.fullmatch(r"rewards/([^/]+)/mean", key)
-    return match[1] if match else None
 
 
 def _range_of(key: str, ranges: Row) -> JsonObject | None:

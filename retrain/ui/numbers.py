@@ -9,8 +9,8 @@ import hashlib
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Collection, Hashable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from threading import RLock
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from retrain.errors import StorageError
 from retrain.files import stamp_of
-from retrain.records.columns import BLOCK, Columns, ColumnWriter, float32
+from retrain.records.columns import Columns, ColumnWriter, float32
 from retrain.records.foreign import FindFile, ForeignReader, ForeignRun
 from retrain.records.kinds import is_number
 from retrain.records.schema.base import Row, Values
@@ -31,14 +31,12 @@ from retrain.verdicts.results import OWN_SPANS, SHARED_SPANS
 AXES = ("step", "tokens", "device", "wall")
 """The x axes of a chart; ``device`` and ``wall`` in seconds. Without a recorded wall clock, the seconds of a run's
 steps are added up, without the pauses between them."""
-MADE = ".made"  # Suffix of an empty file, whose time says how new the cache beside it is
 WALL_CLOCK = "timing_wall_clock"
 UNPLACED = "rows of an earlier release, which did not record the wall clock: these are left out"
 STEP_KEYS = ("step", "progress/batch")
 TOKEN_KEYS = ("num_tokens",)
 STEP_TIME_KEYS = ("step_time_s", "time/total", "step_time")
 CACHED_FROM = 1 << 20  # Size of `metrics.jsonl` in bytes from which its columns are cached in a file
-MANY = 4 * BLOCK  # Fewest rows outside of blocks for which new blocks are written
 CACHED_BYTES = 48 << 20  # Bytes of columns in memory, over all runs
 UNUSED_S = 30 * 86400.0
 
@@ -80,26 +78,19 @@ class RunNumbers:
         self._lock = RLock()
         self._columns = Columns(metrics)
         self._evals, self._rows = Tail(evals), list[Row]()
-        self._version, self._length = 0, -1
+        self._version, self.reading = 0, False
         self._signature: object = None
-        self._cached = self._tried = self.reading = False
-        self._making = RLock()
         self._keys: dict[str, None] | None = None
 
     def refresh(self, make: bool = False) -> None:
-        """Read what is new in the files. A long run without recorded or cached columns has no rows, and ``reading`` is
-        True, until a call with ``make`` writes the cache, which takes seconds."""
-        is_deferred = self._lacks_columns() and not make and not self._is_made()
-        if not is_deferred and self._lacks_columns():
+        """Read what is new in the files. A long run without recorded columns has no rows, and ``reading`` is True,
+        until a call with ``make`` writes its columns into the cache, which takes seconds."""
+        if make and self._lacks_columns():
             self._make()
         with self._lock:
-            self.reading = is_deferred and self._lacks_columns()  # made since by another thread
+            self.reading = self._lacks_columns()
             if not self.reading:
                 self._refresh()
-            self.refresh_evaluations()
-
-    def refresh_evaluations(self) -> None:
-        with self._lock:
             replaced, rows = self._evals.rows()
             if replaced or rows:
                 self._rows, self._keys = rows if replaced else self._rows + rows, None
@@ -108,53 +99,31 @@ class RunNumbers:
         signature = stamp_of(self.metrics), stamp_of(self._columns.columns)
         if signature == self._signature:
             return
-        if self._cached and self._columns.uncovered > MANY:
-            self._write_cache()
-        replaced = self._columns.refresh()
-        if not self._cached and self._columns.uncovered > MANY and _size(self.metrics) > CACHED_FROM:
-            self._use_cache()  # what lies beside is of other rows
-            replaced |= self._columns.refresh()
-        if replaced or len(self._columns) < self._length:
-            self._version += 1
-        self._length, self._keys = len(self._columns), None
-        self._signature = stamp_of(self.metrics), stamp_of(self._columns.columns)
+        self._version += self._columns.refresh()  # rows that were read before have been cut or replaced
+        self._signature, self._keys = signature, None
 
     def _lacks_columns(self) -> bool:
         beside = self.metrics.with_name(COLUMNS)
         beside_there = beside.is_file() and not beside.is_symlink()
-        return not self._tried and not beside_there and _size(self.metrics) > CACHED_FROM
-
-    def _is_made(self) -> bool:
-        made = stamp_of(self._cache.with_suffix(MADE)) if self._cache is not None else None
         metrics = stamp_of(self.metrics)
-        return made is not None and metrics is not None and made.written >= metrics.written
+        is_long = metrics is not None and metrics.size > CACHED_FROM
+        return self._signature is None and is_long and not beside_there
 
     def _make(self) -> None:
-        with self._making:
-            if self._lacks_columns():
-                made = self._write_cache()
-                with self._lock:
-                    self._tried = True
-                    if made:
-                        self._use_cache(written=True)
-
-    def _use_cache(self, written: bool = False) -> None:
-        if self._cache is not None and (written or self._write_cache()):
-            self._columns, self._cached, self._signature = Columns(self.metrics, self._cache), True, None
-            self._version += 1
-
-    def _write_cache(self) -> bool:
-        """Write the columns into the cache; return False if that fails, and all rows are held in memory."""
-        if self._cache is None:
-            return False
-        try:
-            with _only_one(self._cache):
-                ColumnWriter(self.metrics, self._cache).follow()
+        """Write the columns into the cache, and read them from there. Without a cache, all rows are held in memory."""
+        columns = Columns(self.metrics)
+        if self._cache is not None:
+            with suppress(StorageError, OSError):
+                self._cache.parent.mkdir(parents=True, exist_ok=True)
+                with open(self._cache.with_suffix(LOCK), "w") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    ColumnWriter(self.metrics, self._cache).follow()
                 os.utime(self._cache)
-                self._cache.with_suffix(MADE).touch()
-        except (StorageError, OSError):
-            return False
-        return True
+                columns = Columns(self.metrics, self._cache)
+        columns.refresh()  # outside of the lock: whoever asks meanwhile gets no rows at once
+        with self._lock:
+            self._columns = columns
+            self._refresh()
 
     def __len__(self) -> int:
         with self._lock:
@@ -217,9 +186,6 @@ class TableNumbers:
                 keys = dict.fromkeys(key for row in rows for key, value in row.items() if is_number(value))
                 self._columns = {key: np.array([float32(row.get(key)) for row in rows], np.float32) for key in keys}
 
-    def refresh_evaluations(self) -> None:
-        """Do nothing: evaluations of other tools are keys of the rows."""
-
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -244,27 +210,13 @@ class TableNumbers:
 Numbers = RunNumbers | TableNumbers
 
 
-class Pool:
-    def __init__(self, cache: Path | None = None):
-        self._cache, self._store, self._lock = cache, Store(), RLock()
-        self._runs: dict[str, Numbers] = {}
-        if cache is not None:
-            _tidy(cache)
-
-    def of(self, run: RunSource, find: FindFile) -> Numbers:
-        """Return the metrics of a run. The caller has checked that its files are inside the given directories."""
-        with self._lock:
-            if run.location not in self._runs:
-                self._runs[run.location] = self._new(run, find)
-            return self._runs[run.location]
-
-    def _new(self, run: RunSource, find: FindFile) -> Numbers:
-        foreign, reader = run.foreign, run.reader
-        if foreign is not None and reader is not None and reader.metrics_file(foreign, find) is None:
-            return TableNumbers(foreign, reader, find)
-        name = f"{hashlib.sha256(os.fsencode(run.path)).hexdigest()[:32]}.f32"
-        cache = self._cache / name if self._cache is not None else None
-        return RunNumbers(run.path / METRICS, run.path / EVALS, self._store, cache)
+def numbers_of(run: RunSource, find: FindFile, store: Store, cache: Path | None) -> Numbers:
+    """Return the metrics of a run. The caller has checked that its files are inside the given directories."""
+    foreign, reader = run.foreign, run.reader
+    if foreign is not None and reader is not None and reader.metrics_file(foreign, find) is None:
+        return TableNumbers(foreign, reader, find)
+    name = f"{hashlib.sha256(os.fsencode(run.path)).hexdigest()[:32]}.f32"
+    return RunNumbers(run.path / METRICS, run.path / EVALS, store, cache / name if cache is not None else None)
 
 
 def cache_directory() -> Path:
@@ -333,21 +285,9 @@ def _first(numbers: Numbers, names: tuple[str, ...]) -> np.ndarray | None:
     return next((numbers.column(name) for name in names if name in keys), None)
 
 
-def _size(path: Path) -> int:
-    stamp = stamp_of(path)
-    return stamp.size if stamp else 0
-
-
-@contextmanager
-def _only_one(cache: Path) -> Iterator[None]:
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    with open(cache.with_suffix(LOCK), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _tidy(cache: Path) -> None:
+def tidy(cache: Path) -> None:
+    """Remove columns that no page has shown for ``UNUSED_S``."""
     for path in cache.glob("*.*") if cache.is_dir() else ():
         with suppress(OSError):
-            if path.suffix in (".f32", LOCK, MADE) and time.time() - path.stat().st_mtime > UNUSED_S:
+            if time.time() - path.stat().st_mtime > UNUSED_S:
                 path.unlink()

@@ -1,16 +1,16 @@
 """Compare held-out problems across conditions: solve rates, their changes, and one prompt under two conditions."""
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
 
 from retrain.errors import UsageError, plural
-from retrain.files import stamp_of
+from retrain.files import Stamp, stamp_of
 from retrain.maths.statistics import holm, sign_flip_p
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import EVALUATIONS, ITERATIONS
@@ -18,7 +18,7 @@ from retrain.ui.answers import JsonObject
 from retrain.ui.differences import compared
 from retrain.ui.iterations import Index, IterationEntry, rollouts_of
 from retrain.ui.rates import Rate, rate_of
-from retrain.ui.rollouts import shown_text, shown_tokens
+from retrain.ui.rollouts import rollout_in
 from retrain.ui.sources import Home
 
 MOST_PROMPT = 300
@@ -30,26 +30,7 @@ WHEN = ("before", "after")
 Key = TypeVar("Key", bound=Hashable)
 Runs = Mapping[str, Sequence[Index]]  # The runs of a campaign by condition, the baseline first
 Scores = dict[str, list[int]]  # [correct, answers] of every problem in one evaluation
-
-
-@dataclass(frozen=True)
-class EvaluatedRuns:
-    """Runs of a condition, each with its first and its last evaluation, None if it has only one. ``of``: the runs are
-    the "finished" ones, or "all" if none is finished."""
-
-    runs: Sequence[tuple[Index, IterationEntry, IterationEntry | None]]
-    of: str
-
-    @property
-    def before(self) -> list[int]:
-        return sorted({first.number for _, first, _ in self.runs})
-
-    @property
-    def after(self) -> list[int]:
-        return sorted({last.number for _, _, last in self.runs if last})
-
-    def as_json(self) -> JsonObject:
-        return {"runs": len(self.runs), "of": self.of, "before": self.before, "after": self.after}
+EvaluatedRun = tuple[Index, IterationEntry, IterationEntry | None]  # With its first and its last evaluation
 
 
 @dataclass(frozen=True)
@@ -70,14 +51,10 @@ Pairs = Mapping[str, PairsBySeed]  # By condition
 
 @dataclass(frozen=True)
 class Matrix:
-    """Every problem with its rates by condition. ``common``: the step at which unfinished runs are compared."""
+    """Every problem with its rates by condition (``rows``), and what ``/api/problems`` says of all of them."""
 
-    held_out: str
-    evaluated: Mapping[str, EvaluatedRuns]
-    common: int | None
+    facts: JsonObject
     rows: Sequence[Row]
-    overall: Mapping[str, Mapping[str, Rate]]
-    tests: Sequence[Row]
 
     def selection(
         self, sort: str = "differ", tag: str = "", text: str = "", first: int = 0, count: int = 200
@@ -89,22 +66,7 @@ class Matrix:
             if (not tag or tag in row["tags"]) and text.casefold() in f"{row['id']}\n{row['prompt']}".casefold()
         ]  # fmt: skip
         rows.sort(key=SORTS[sort])
-        tags = Counter(each for row in self.rows for each in row["tags"])
-        return {
-            "set": self.held_out,
-            "conditions": list(self.evaluated),
-            "steps": {
-                label: [runs.before[0], (runs.after or runs.before)[-1]] for label, runs in self.evaluated.items()
-            },
-            "taken": {label: runs.as_json() for label, runs in self.evaluated.items()},
-            "common": self.common,
-            "of_tag": dict(sorted(tags.items())),
-            "overall": self.overall,
-            "few": len(self.rows) < FEW,
-            "tests": self.tests,
-            "total": len(rows),
-            "problems": rows[first : first + count],
-        }
+        return self.facts | {"total": len(rows), "problems": rows[first : first + count]}
 
 
 def matrix(
@@ -118,72 +80,71 @@ def matrix(
     """
     evaluated, common = _evaluated_runs(runs, held_out, unfinished)
     problems: dict[str, Row] = {}
-    pairs = {
-        label: {
+    pairs, steps, taken = {}, {}, {}
+    for label, (of, of_label) in evaluated.items():
+        pairs[label] = {
             (seeds or {}).get(run.run, number): _pair(run, held_out, before, after, problems)
-            for number, (run, before, after) in enumerate(of_label.runs)
+            for number, (run, before, after) in enumerate(of_label)
         }
-        for label, of_label in evaluated.items()
-    }
+        firsts = sorted({before.number for _, before, _ in of_label})
+        lasts = sorted({after.number for _, _, after in of_label if after})
+        steps[label] = [firsts[0], (lasts or firsts)[-1]]
+        taken[label] = {"runs": len(of_label), "of": of, "before": firsts, "after": lasts}
     rows = [problem | {"rates": _rates(pairs, name)} for name, problem in problems.items()]
-    overall = {label: {when: _overall(of_label.values(), when) for when in WHEN} for label, of_label in pairs.items()}
-    return Matrix(held_out, evaluated, common, rows, overall, _tested(pairs, rows))
+    facts: JsonObject = {
+        "set": held_out,
+        "conditions": list(evaluated),
+        "steps": steps,
+        "taken": taken,
+        "common": common,
+        "of_tag": dict(sorted(Counter(tag for row in rows for tag in row["tags"]).items())),
+        "overall": {label: {when: _overall(each.values(), when) for when in WHEN} for label, each in pairs.items()},
+        "few": len(rows) < FEW,
+        "tests": _tested(pairs, rows),
+    }
+    return Matrix(facts, rows)
 
 
-class Matrices:
-    def __init__(self) -> None:
-        self._cached: OrderedDict[tuple[str, str], tuple[object, Matrix]] = OrderedDict()
-        self._lock = Lock()
-
-    def of(self, home: Home, runs: Runs, held_out: str) -> Matrix:
-        unfinished = {run.path for run in home.runs if run.state != "done"}
-        state = [(label, run.run, run.run in unfinished, *map(stamp_of, map(run.file, (ITERATIONS, EVALUATIONS))))
-                 for label, indices in runs.items() for run in indices]  # fmt: skip
-        key = (home.location, held_out)
-        with self._lock:
-            stamp, cached = self._cached.get(key, (None, None))
-            if cached is None or stamp != state:
-                cached = matrix(runs, held_out, unfinished, {run.path: run.seed for run in home.runs})
-                self._cached[key] = state, cached
-            self._cached.move_to_end(key)
-            while len(self._cached) > MOST_MATRICES:
-                self._cached.popitem(last=False)
-            return cached
+def matrix_of(home: Home, runs: Runs, held_out: str) -> Matrix:
+    """Return the matrix of a campaign; it is computed again only after an evaluation or the end of a run."""
+    unfinished = frozenset(run.path for run in home.runs if run.state != "done")
+    indices = tuple((label, tuple(of_label)) for label, of_label in runs.items())
+    stamps = [stamp_of(run.file(name)) for _, each in indices for run in each for name in (ITERATIONS, EVALUATIONS)]
+    return _matrix(indices, held_out, unfinished, tuple((run.path, run.seed) for run in home.runs), tuple(stamps))
 
 
-EvaluatedRun = tuple[Index, Sequence[IterationEntry]]
+@lru_cache(MOST_MATRICES)
+def _matrix(
+    runs: tuple[tuple[str, tuple[Index, ...]], ...], held_out: str, unfinished: frozenset[Path],
+    seeds: tuple[tuple[Path, int | None], ...], stamps: tuple[Stamp | None, ...],
+) -> Matrix:  # fmt: skip
+    return matrix(dict(runs), held_out, unfinished, dict(seeds))
 
 
 def _evaluated_runs(
     runs: Runs, held_out: str, unfinished: Collection[Path]
-) -> tuple[dict[str, EvaluatedRuns], int | None]:
-    chosen: dict[str, tuple[str, Sequence[EvaluatedRun]]] = {}
+) -> tuple[dict[str, tuple[str, list[EvaluatedRun]]], int | None]:
+    """Return by condition which runs count (the "finished" ones, or "all" if none is), each with its first and its last
+    evaluation, None if it has only one; and the step at which all are taken while some conditions have no finished
+    run."""
+    chosen: dict[str, tuple[str, list[tuple[Index, list[IterationEntry]]]]] = {}
     for label, indices in runs.items():
         evaluated = [(run, evaluations) for run in indices if (evaluations := run.of_split(f"eval/{held_out}"))]
         finished = [pair for pair in evaluated if pair[0].run not in unfinished]
         if evaluated:
             chosen[label] = ("finished", finished) if finished else ("all", evaluated)
-    common = None
-    if any(of == "all" for of, _ in chosen.values()):
-        common = _common_step([evaluations for _, pairs in chosen.values() for _, evaluations in pairs])
-        chosen = {label: (of, _at_step(pairs, common)) for label, (of, pairs) in chosen.items()}
-    return {label: _ends(of, pairs) for label, (of, pairs) in chosen.items()}, common
-
-
-def _common_step(runs: Sequence[Sequence[IterationEntry]]) -> int | None:
-    """Return the last step, first evaluations excluded, at which all runs with a second evaluation were evaluated."""
-    steps = [{evaluation.number for evaluation in evaluations[1:]} for evaluations in runs if len(evaluations) > 1]
-    return max(set.intersection(*steps), default=None) if steps else None
-
-
-def _at_step(runs: Sequence[EvaluatedRun], step: int | None) -> list[EvaluatedRun]:
-    return [(run, [first, *(each for each in later if each.number == step)]) for run, (first, *later) in runs]
-
-
-def _ends(of: str, runs: Sequence[EvaluatedRun]) -> EvaluatedRuns:
-    ends = [(run, evaluations[0], evaluations[-1] if len(evaluations) > 1 else None) for run, evaluations in runs]
-    # Rates before and after are of the same seeds.
-    return EvaluatedRuns([each for each in ends if each[2]] or ends, of)
+    is_unfinished, common = any(of == "all" for of, _ in chosen.values()), None
+    if is_unfinished:
+        later = [{each.number for each in evaluations[1:]} for _, pairs in chosen.values() for _, evaluations in pairs]
+        common = max(set.intersection(*filter(None, later)), default=None) if any(later) else None
+    ends: dict[str, tuple[str, list[EvaluatedRun]]] = {}
+    for label, (of, pairs) in chosen.items():
+        of_label: list[EvaluatedRun] = []
+        for run, (first, *rest) in pairs:
+            last = [each for each in rest if not is_unfinished or each.number == common]
+            of_label.append((run, first, last[-1] if last else None))
+        ends[label] = of, [each for each in of_label if each[2]] or of_label  # rates are of the same seeds
+    return ends, common
 
 
 def _pair(
@@ -271,14 +232,11 @@ def _problem_test(name: str, pairs: PairsBySeed, others: Mapping[int | None, Sco
         return None
     mine, its = ([correct / n for correct, n in side] for side in zip(*scores, strict=True))
     differences = [a - b for a, b in zip(mine, its, strict=True)]
-    p = _draw_p(mine, its[0]) if shared and len(mine) > 1 else sign_flip_p(differences)
+    if shared and len(mine) > 1:  # the rank of the one draw in the scores: its p value for one common distribution
+        p = sum(score >= its[0] for score in [its[0], *mine]) / (len(mine) + 1)
+    else:
+        p = sign_flip_p(differences)
     return {"change": float(np.mean(differences)), "n": len(scores), "p": p}
-
-
-def _draw_p(scores: Sequence[float], draw: float) -> float:
-    """Return the one-sided p value of ``draw`` being above ``scores``, for one common distribution: its rank in
-    them."""
-    return sum(score >= draw for score in [draw, *scores]) / (len(scores) + 1)
 
 
 def _test_words(test: Row) -> str:
@@ -317,15 +275,6 @@ SORTS: Mapping[str, Callable[[Row], Any]] = {
     "hard": lambda row: sum(_after(row)) / len(_after(row)),
     "problem": lambda row: 0,
 }
-
-
-def evolution(runs: Runs, held_out: str, problem: str) -> JsonObject:
-    """Return one problem at every evaluation: its "prompt" and "tags", and by condition its rates with their "step".
-    Raises UsageError if no evaluation has the problem."""
-    by_problem = evolutions(runs, held_out, problem)
-    if problem not in by_problem:
-        raise UsageError(f"no evaluation on {held_out} has a problem {problem!r}")
-    return by_problem[problem]
 
 
 def evolutions(runs: Runs, held_out: str, only: str | None = None) -> dict[str, JsonObject]:
@@ -375,18 +324,14 @@ def same_prompt(
 
 
 def _sample(run: Index, iteration: IterationEntry, problem: str, sample: int) -> Row:
-    about = {"about": iteration.as_json()}
     if (tokens := run.tokens(iteration)) is not None:
         with tokens as file:
             indices = [i for group in run.groups(iteration, problem) for i in file.of_group(group)]
-            if sample < len(indices):
-                rollout = shown_tokens(file.rollout(indices[sample]))
-                return about | {"samples": len(indices), "index": indices[sample]} | rollout
     else:
-        rows = [row for row in rollouts_of(run, iteration) if row["problem_id"] == problem]
-        if sample < len(rows):
-            return about | {"samples": len(rows), "index": rows[sample]["index"]} | shown_text(rows[sample])
-    raise UsageError(f"{iteration.name} of {run.run.name} has no sample {sample} of problem {problem!r}")
+        indices = [row["index"] for row in rollouts_of(run, iteration) if row["problem_id"] == problem]
+    if sample >= len(indices):
+        raise UsageError(f"{iteration.name} of {run.run.name} has no sample {sample} of problem {problem!r}")
+    return {"samples": len(indices), "index": indices[sample]} | rollout_in(run, iteration, indices[sample])
 
 
 def _first_difference(a: Sequence[list[str]] | None, b: Sequence[list[str]] | None) -> list[int] | None:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Hashable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -18,7 +17,7 @@ from retrain.records.schema.base import Row
 from retrain.records.schema.layout import CONFIG, EVALS, FINAL, LOCK, LOG, MANIFEST, METRICS, NOTES
 from retrain.ui.answers import JsonObject
 from retrain.ui.places import Places, stays_inside
-from retrain.util.jsonl import Tail, last_row
+from retrain.util.jsonl import Tail
 
 OURS = "retrain"
 FOLLOWED = (METRICS, EVALS, NOTES, CONFIG)  # Files of a retrain run whose content the first page shows
@@ -26,7 +25,7 @@ FOLLOWED = (METRICS, EVALS, NOTES, CONFIG)  # Files of a retrain run whose conte
 
 @dataclass(frozen=True)
 class RunSource:
-    """One run. ``index``: number of its condition, 0 for the baseline. ``pair``: equal for runs of two conditions that
+    """One run. ``index``: number of its condition, 0 for the baseline. ``seed``: equal for runs of two conditions that
     are paired. ``worker``: the worker that trains it now, such as "1 gpu:0"; None if there is only one."""
 
     location: str
@@ -44,10 +43,6 @@ class RunSource:
     worker: str | None = None
     foreign: ForeignRun | None = None
     reader: ForeignReader | None = None
-
-    @property
-    def pair(self) -> tuple[int, int]:
-        return 0, self.seed or 0
 
     @property
     def head(self) -> JsonObject:
@@ -88,7 +83,7 @@ class Home:
         return next((state for state in order if state in states), "pending")
 
     def of(self, label: str) -> list[RunSource]:
-        return sorted((run for run in self.runs if run.label == label), key=lambda run: run.pair)
+        return sorted((run for run in self.runs if run.label == label), key=lambda run: run.seed or 0)
 
     def of_run(self, run: RunSource) -> "Home":
         return replace(self, location=run.location, path=run.path, kind="run", name=run.run_id, runs=[run], manifest={})
@@ -138,10 +133,8 @@ def _run(home: Path, location: str, entry: Row, index: int, held: bool, places: 
     path = home if is_single else home / entry["path"]
     metrics = places.file(path, METRICS)
     state = "interrupted" if entry["state"] == "running" and not held else entry["state"]
-    step, rows = integer(entry["step"]), []
-    if state in ("running", "interrupted", "failed") and metrics is not None:
-        rows = Tail(metrics, last_only=True).rows()[1]
-        step = max([step, *(integer(row.get("step"), -1) + 1 for row in rows[-1:])])
+    rows = _last_rows(metrics) if state in ("running", "interrupted", "failed") else []
+    step = max([integer(entry["step"]), *(integer(row.get("step"), -1) + 1 for row in rows[-1:])])
     seconds = [row["step_time_s"] for row in rows if is_number(row.get("step_time_s"))]
     worker = entry.get("worker") if state == "running" else None
     return RunSource(
@@ -156,7 +149,7 @@ def _without_manifest(path: Path, location: str, places: Places) -> Home | None:
     if not stays_inside(path, places):
         return None
     facts, metrics = read_object(places.file(path, CONFIG)), places.file(path, METRICS)
-    row, training, written = _last_row(metrics), facts.get("training") or {}, touched(metrics)
+    row, training, written = (_last_rows(metrics) or [{}])[-1], facts.get("training") or {}, touched(metrics)
     ended = places.folder(path, FINAL) is not None
     run = RunSource(
         location, path, path.name, str(facts.get("condition") or row.get("condition") or path.name), 0,
@@ -196,11 +189,8 @@ def sets_of(names: Iterable[str]) -> list[str]:
     return [name for name in dict.fromkeys(names) if not name.endswith(PART)]
 
 
-def _last_row(metrics: Path | None) -> Row:
-    if metrics is not None:
-        with suppress(RetrainError, OSError):
-            return last_row(metrics)
-    return {}
+def _last_rows(metrics: Path | None) -> list[Row]:
+    return Tail(metrics, last_only=True).rows()[1] if metrics is not None else []
 
 
 def touched(path: Path | None) -> float | None:

@@ -1,25 +1,21 @@
 """Summarise campaigns and runs in a few numbers: the entries of the first page."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from retrain.config.evaluation import HELDOUT
-from retrain.files import Stamp, stamp_of
 from retrain.records.kinds import is_number
 from retrain.records.schema.base import Row
-from retrain.records.schema.layout import NOTES
+from retrain.records.schema.layout import EVALS, NOTES
 from retrain.ui.answers import JsonObject
 from retrain.ui.decimation import evenly_spaced
-from retrain.ui.findings import Findings, verdict_of
+from retrain.ui.findings import Finding, Findings, verdict_of
 from retrain.ui.library import Library
 from retrain.ui.rates import evaluation_rate
 from retrain.ui.sources import Home, RunSource, sets_of, touched
-from retrain.util.jsonl import Tail
 
-MOST_NOTES = 4_096  # Runs whose last note is cached
 SPARK_POINTS, SPARK_CONDITIONS = 30, 8
 STATES = ("done", "failed", "running", "stopped", "interrupted")
 DETAILS = ("devices", "heldout", "note", "verdict")
@@ -28,17 +24,17 @@ DETAILS = ("devices", "heldout", "note", "verdict")
 class Summaries:
     def __init__(self, library: Library, findings: Findings):
         self._library, self._findings = library, findings
-        self._details: dict[Path, tuple[Home, int, Row]] = {}
+        self._details: dict[Path, tuple[Home, Finding | None, Row]] = {}
 
     def is_known(self, home: Home) -> bool:
-        read_home, version, _ = self._details.get(home.path, (None, -1, {}))
-        return read_home is home and version == self._findings.version(home)
+        read_home, finding, _ = self._details.get(home.path, (None, None, {}))
+        return read_home is home and finding is self._findings.last(home)
 
     def of(self, home: Home, read: bool = True) -> JsonObject:
         """Return the ``Summary`` of the API. If ``read`` is false, ``DETAILS`` that are not known yet are None."""
         is_known = self.is_known(home)
         if read and not is_known:
-            self._details[home.path] = home, self._findings.version(home), self._read_details(home)
+            self._details[home.path] = home, self._findings.last(home), self._read_details(home)
         summary: Row = summary_of(home)
         # A comparison that has just ended makes these details old, but not unknown.
         summary |= self._details[home.path][2] if is_known or read else dict.fromkeys(DETAILS)
@@ -102,7 +98,7 @@ def seconds_left(runs: Sequence[RunSource]) -> float | None:
 def heldout_of(library: Library, home: Home) -> JsonObject | None:
     """Return the accuracy on the first held-out set by condition: ``points`` [step, mean over runs], ``SPARK_POINTS``
     at most, and the ``last`` evaluation with its interval. None if nothing was evaluated."""
-    rows = {run.location: library.evaluations(run) for run in home.runs}
+    rows = {run.location: library.rows(run, EVALS) for run in home.runs}
     names = sets_of(str(row.get("name", HELDOUT)) for each in rows.values() for row in each)
     conditions = []
     for index, label in enumerate(home.labels[:SPARK_CONDITIONS] if names else ()):
@@ -134,25 +130,13 @@ def mean_evaluation(rows: Sequence[Row], held_out: str) -> JsonObject:
 
 
 def newest_note(library: Library, home: Home) -> JsonObject | None:
+    """Return the last warning near the end of a run's notes, of the run that wrote notes last; without any warning, the
+    last note."""
     notes: list[tuple[bool, float, JsonObject]] = []
     for run in home.runs:
-        path = library.file(run, NOTES)
-        stamp = stamp_of(path)
-        note = _last_note(path, stamp) if path is not None and stamp is not None else None
-        if note is not None:
-            keys = ("level", "step", "text")
-            short: JsonObject = {**{key: note.get(key) for key in keys}, "run": run.run_id, "place": run.location}
-            notes.append((note.get("level") == "warning", touched(path) or 0.0, short))
+        if rows := library.rows(run, NOTES, last_only=True):
+            warnings = [row for row in rows if row.get("level") == "warning"]
+            note: JsonObject = {key: (warnings or rows)[-1].get(key) for key in ("level", "step", "text")}
+            written = touched(library.file(run, NOTES)) or 0.0
+            notes.append((bool(warnings), written, note | {"run": run.run_id, "place": run.location}))
     return max(notes, key=lambda each: each[:2])[2] if notes else None
-
-
-def notes_of(library: Library, run: RunSource) -> list[Row]:
-    path = library.file(run, NOTES)
-    return Tail(path).rows()[1] if path is not None else []
-
-
-@lru_cache(MOST_NOTES)
-def _last_note(path: Path, stamp: Stamp) -> Row | None:
-    _, rows = Tail(path, last_only=True).rows()
-    warnings = [row for row in rows if row.get("level") == "warning"]
-    return (warnings or rows)[-1] if rows else None

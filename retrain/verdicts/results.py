@@ -235,7 +235,8 @@ def area_under(curve: Sequence[tuple[int, float]]) -> float | None:
     return area / (curve[-1][0] - curve[0][0])
 
 
-def read_run(directory: Path, entry: RunEntry) -> RunResult:
+def read_run(directory: Path, entry: RunEntry, rows: list[Row] | None = None) -> RunResult:
+    """Read a run; ``rows`` stand for those of ``metrics.jsonl``, which is then not read."""
     path = directory / entry.path
     facts = read_config(path)
     config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}
@@ -248,7 +249,7 @@ def read_run(directory: Path, entry: RunEntry) -> RunResult:
         reason=entry.reason,
         path=path,
         pair=(config.get("campaign", {}).get("seed", 0), seed),
-        rows=metrics_rows(path),
+        rows=metrics_rows(path) if rows is None else rows,
         evaluations=evaluation_rows(path),
         config=config,
         facts=facts,

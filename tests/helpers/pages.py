@@ -16,7 +16,6 @@ from retrain.files import append_jsonl, write_json
 from retrain.records.recorder import RunRecorder
 from retrain.types import RewardResult
 from retrain.ui.library import Library
-from retrain.ui.numbers import Pool
 from retrain.ui.places import Places
 from retrain.ui.server import app_of
 
@@ -182,7 +181,7 @@ def trackio_project(path: Path, runs: Sequence[tuple[str, dict[str, Any]]], step
 
 def client_of(*directories: Path, cache: Path | None = None, **options: Any) -> TestClient:
     """A browser's side of a server over these directories."""
-    library = Library(Places(directories), Pool(cache))
+    library = Library(Places(directories), cache)
     return TestClient(app_of(library, **options), base_url=HOST, raise_server_exceptions=True)
 
 

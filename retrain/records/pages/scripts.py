@@ -5,9 +5,10 @@ Exports stand before ``function``, ``async function``, ``class`` or ``const``, a
 ``export {a, b as c}``, which may end in ``from "./x.js"``. Every other form of the module syntax is refused.
 """
 
+import posixpath
 import re
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 # A statement begins a line, or follows another one where a vendored file is minified.
 _START = r"(?:^|(?<=[;}]))"
@@ -89,10 +90,4 @@ def _pairs(names: str) -> Iterable[tuple[str, str]]:
 
 def _resolved(name: str, other: str) -> str:
     """Return the path, below the same folder, of what module ``name`` imports as ``other``."""
-    parts: list[str] = []
-    for part in (PurePosixPath(name).parent / other).parts:
-        if part == "..":
-            parts.pop()
-        else:
-            parts.append(part)
-    return "/".join(parts)
+    return posixpath.normpath(posixpath.join(posixpath.dirname(name), other))

@@ -5,6 +5,7 @@ import time
 
 from retrain.config.evaluation import HELDOUT
 from retrain.records.schema.base import Row
+from retrain.records.schema.layout import EVALS
 from retrain.ui.answers import JsonObject, Query
 from retrain.ui.banner import banner_of
 from retrain.ui.context import ApiContext
@@ -33,7 +34,7 @@ def campaign(context: ApiContext, query: Query) -> JsonObject:
     finding = context.findings.comparison(home, query.number("wait_ms", WAIT_MS, 0, 60_000) / 1000.0)
     comparison = finding.comparison
     conditions = comparison["conditions"] if comparison else []
-    rows = (row for run in home.runs for row in library.numbers(run, refresh=False).evaluations())
+    rows = (row for run in home.runs for row in library.rows(run, EVALS))
     return {
         "banner": banner_of(library, home, comparison, finding.why),
         "summary": context.summaries.of(home),

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from retrain.records.notes import RULES
 from retrain.records.schema.base import Row
+from retrain.records.schema.layout import NOTES
 from retrain.ui.answers import JsonObject, Query
 from retrain.ui.context import ApiContext
 from retrain.ui.library import Library
 from retrain.ui.metrics import about, listed, tags_of, watched
 from retrain.ui.sources import RunSource
-from retrain.ui.summary import notes_of
 
 MOST_KEYS, MOST_PLACES = 5_000, 64
 
@@ -30,7 +30,7 @@ def metrics(context: ApiContext, query: Query) -> JsonObject:
 
 def why(context: ApiContext, query: Query) -> JsonObject:
     run, key = context.library.run(query.text("at")), query.text("key")
-    notes = [note for note in notes_of(context.library, run) if concerns(note, key)]
+    notes = [note for note in context.library.rows(run, NOTES) if concerns(note, key)]
     last = context.library.numbers(run).last
     value = last.get(key)
     return {"metric": about(key), "value": value if isinstance(value, int | float) else None,

@@ -5,11 +5,10 @@ import re
 from retrain.config.legacy import removed_note
 from retrain.records.reader import log_lines, read_object
 from retrain.records.schema.base import Row
-from retrain.records.schema.layout import CONFIG, LOG
+from retrain.records.schema.layout import CONFIG, LOG, NOTES
 from retrain.ui.answers import JsonObject, Query
 from retrain.ui.context import ApiContext
 from retrain.ui.sources import RunSource
-from retrain.ui.summary import notes_of
 
 MOST_NOTES, MOST_LINES = 2_000, 500
 MOST_CHARACTERS = 20_000  # Most characters of a line of the log
@@ -20,7 +19,7 @@ def notes(context: ApiContext, query: Query) -> JsonObject:
     library = context.library
     home = library.home(query.text("at"))
     search, level = query.text("search", "").lower(), query.text("level", "")
-    rows = [_row(run, note) for run in home.runs for note in notes_of(library, run)]
+    rows = [_row(run, note) for run in home.runs for note in library.rows(run, NOTES)]
     if home.runs and (ignored := removed_note(read_object(library.places.file(home.path, CONFIG)))):
         remedy = "a run that is resumed continues without them"
         note = {"step": 0, "key": "removed_keys", "level": "info", "text": ignored, "remedy": remedy}

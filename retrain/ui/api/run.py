@@ -17,7 +17,6 @@ from retrain.ui.metrics import about, named
 from retrain.ui.numbers import AXES, Numbers, xs_of
 from retrain.ui.rates import evaluation_rate, rate_of
 from retrain.ui.sources import RunSource
-from retrain.util.jsonl import Tail
 from retrain.verdicts.results import Measure
 
 TILES = {
@@ -75,10 +74,9 @@ def marks_of(library: Library, run: RunSource, x: str) -> list[JsonObject]:
     """Return at most ``MOST_MARKS`` evaluations, checkpoints and resumes each, in order: "kind", "step" (number of
     updates done) and "x", the position on the axis ``x``. Empty for a run without that axis."""
     numbers = library.numbers(run, refresh=False)
-    checkpoints = library.file(run, CHECKPOINTS)
     steps = {
         "evaluation": [row.get("step") for row in numbers.evaluations()],
-        "checkpoint": [row.get("batch") for row in Tail(checkpoints).rows()[1]] if checkpoints else [],
+        "checkpoint": [row.get("batch") for row in library.rows(run, CHECKPOINTS)],
         "resume": _resumes(library.file(run, LOG)),
     }
     marks: list[tuple[int, str]] = []

@@ -16,7 +16,6 @@ from retrain.errors import UsageError
 from retrain.records.pages.scripts import joined
 from retrain.ui.bundle import without_paths, write_bundle
 from retrain.ui.library import Library
-from retrain.ui.numbers import Pool
 from retrain.ui.places import Places
 
 
@@ -33,7 +32,7 @@ def test_of_a_path_of_the_machine_the_last_part_is_told(text, copied):
 @pytest.fixture(scope="module")
 def copied(mixed_campaign, tmp_path_factory):
     out = tmp_path_factory.mktemp("copy") / "page"
-    size = write_bundle(Library(Places([mixed_campaign]), Pool()), out)
+    size = write_bundle(Library(Places([mixed_campaign])), out)
     assert size == sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     return out
 
@@ -76,14 +75,14 @@ def test_a_copy_has_nothing_of_the_machine(copied, mixed_campaign):
 
 
 def test_nothing_that_is_there_is_written_over(copied, mixed_campaign, tmp_path):
-    library = Library(Places([mixed_campaign]), Pool())
+    library = Library(Places([mixed_campaign]))
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     with pytest.raises(UsageError, match="is there already"):
         write_bundle(library, copied)
     assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
     (empty := tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no campaign and no run to copy"):
-        write_bundle(Library(Places([empty]), Pool()), tmp_path / "out")
+        write_bundle(Library(Places([empty])), tmp_path / "out")
 
 
 NODE = shutil.which("node")

@@ -11,7 +11,6 @@ from retrain.serving.listening import HttpServer, listening_socket
 from retrain.ui.context import ApiContext
 from retrain.ui.events import changes, snapshot
 from retrain.ui.library import Library
-from retrain.ui.numbers import Pool
 from retrain.ui.places import Places
 from retrain.ui.server import app_of
 
@@ -20,22 +19,22 @@ from retrain.ui.server import app_of
 def library(tmp_path, monkeypatch):
     monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
     campaign(tmp_path / "one", state="running")
-    return Library(Places([tmp_path / "one"]), Pool())
+    return Library(Places([tmp_path / "one"]))
 
 
 def test_a_new_comparison_is_told_and_made_when_its_files_change(library, tmp_path):
     context, run = ApiContext.over(library), tmp_path / "one/runs/grpo+none_s1"
 
-    def version():
+    def finding():
         context.findings.comparison(library.home("one"), 60.0)
-        return context.findings.version(library.home("one"))
+        return context.findings.last(library.home("one"))
 
-    assert version() == 1
+    first = finding()
     append_jsonl(run / "metrics.jsonl", [row(6)])  # no comparison reads it
-    assert version() == 1
+    assert finding() is first
     seen = snapshot(context, "one")
     append_jsonl(run / "evals.jsonl", [evaluation(6, 0.5)])
-    assert version() == 2
+    assert finding() is not first
     found = changes(library, seen, snapshot(context, "one"))
     assert {"place": "one", "what": ["comparison"]} in found
     run_changes = next(each for each in found if each["place"] == "one/runs/grpo+none_s1")
@@ -65,7 +64,7 @@ def test_a_page_hears_a_row_over_http(tmp_path):
     with listening_socket("127.0.0.1", 0) as bound:
         port, ready = bound.getsockname()[1], threading.Event()
         url = f"http://127.0.0.1:{port}"
-        app = app_of(Library(Places([home]), Pool()), port=port, closing=lambda: server.should_exit)
+        app = app_of(Library(Places([home])), port=port, closing=lambda: server.should_exit)
         server = HttpServer(app, ready.set)
         server.capture_signals = contextlib.nullcontext  # not the main thread
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})

@@ -29,7 +29,6 @@ SAMPLED = ("iterations.jsonl", "timing_spans.jsonl", "emergence/*", "tokens_*", 
 def at_once(monkeypatch):
     """Every request looks at the files."""
     monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
-    monkeypatch.setattr("retrain.ui.library.CHECKED_S", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +194,7 @@ def test_columns_of_a_long_run_are_made_in_the_cache_and_nothing_beside_it(tmp_p
     assert {path: path.stat().st_mtime_ns for path in home.rglob("*")} == before
     assert len(list((tmp_path / "cache").glob("*.f32"))) == 2
     again = client_of(home, cache=tmp_path / "cache")
+    until_read(again)
     assert rewards(again) == rewards(client)
     append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(step) for step in range(300, 500)])
     assert len(rewards(client)) == len(rewards(again)) == 500

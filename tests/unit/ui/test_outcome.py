@@ -11,7 +11,6 @@ from scipy.stats import binomtest
 from retrain.files import append_jsonl, read_json, write_json
 from retrain.ui.findings import Findings
 from retrain.ui.library import Library
-from retrain.ui.numbers import Pool
 from retrain.ui.places import Places
 from retrain.ui.summary import Summaries
 
@@ -118,7 +117,7 @@ def test_only_directories_that_have_changed_are_read_again(tmp_path, monkeypatch
     monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
     for name in ("one", "two"):
         campaign(tmp_path / name)
-    library = Library(Places([tmp_path]), Pool())
+    library = Library(Places([tmp_path]))
 
     def known():
         return {home.name: home for home in library.homes()}
@@ -158,7 +157,7 @@ class Changing(Findings):
 
 def test_what_was_just_read_is_shown_although_a_comparison_ends_meanwhile(tmp_path):
     home = campaign(tmp_path / "one")
-    library = Library(Places([home]), Pool())
+    library = Library(Places([home]))
     summary = Summaries(library, Changing(library)).of(library.home("one"))
     assert summary["heldout"]["set"] == "heldout"
     assert summary["note"]["level"] == "warning"
