@@ -105,10 +105,7 @@ def _values(schema: JsonSchemaValue) -> list[str]:
 def expected(schema: JsonSchemaValue, plural: bool = False, limits: bool = False) -> str:
     """Return what a JSON schema accepts, such as ``an integer ≥ 1, or "auto"``; ``limits`` adds the largest integer."""
     if "anyOf" in schema:
-        kinds = [option.get("type") for option in schema["anyOf"]]
-        dropped = ("null", "integer") if "number" in kinds else ("null",)
-        options = [option for option in reversed(schema["anyOf"]) if option.get("type") not in dropped]
-        return ", or ".join(expected(option, plural, limits) for option in options)
+        return ", or ".join(expected(option, plural, limits) for option in _options(schema["anyOf"]))
     if values := _values(schema):
         quoted = [f'"{value}"' for value in values]
         return quoted[0] if len(quoted) == 1 else "one of " + ", ".join(quoted)
@@ -117,16 +114,31 @@ def expected(schema: JsonSchemaValue, plural: bool = False, limits: bool = False
             return f"a list of {expected(schema['items'], plural=True, limits=limits)}"
         case "boolean":
             return "true or false"
-        case "integer" | "number" as number:
-            ends = [(sign, schema[name]) for name, sign in SIGNS.items() if name in schema]
-            bounds = [f"{sign} {end}" for sign, end in ends if limits or end not in LARGEST]
-            word = f"{number}s" if plural else f"{'an' if number == 'integer' else 'a'} {number}"
-            return f"{word} {' and '.join(bounds)}".rstrip()
-        case "string" if schema.get("pattern") in _PATTERNS:
-            return _PATTERNS[schema["pattern"]]
+        case "integer" | "number":
+            return _expected_number(schema, plural, limits)
         case "string":
-            return "strings" if plural else "a string that is not empty" if "minLength" in schema else "a string"
+            return _expected_text(schema, plural)
     return "tables" if plural and "$ref" in schema else "a table"
+
+
+def _options(schemas: Sequence[JsonSchemaValue]) -> list[JsonSchemaValue]:
+    kinds = [schema.get("type") for schema in schemas]
+    dropped = ("null", "integer") if "number" in kinds else ("null",)
+    return [schema for schema in reversed(schemas) if schema.get("type") not in dropped]
+
+
+def _expected_number(schema: JsonSchemaValue, plural: bool, limits: bool) -> str:
+    number = schema["type"]
+    ends = [(sign, schema[name]) for name, sign in SIGNS.items() if name in schema]
+    bounds = [f"{sign} {end}" for sign, end in ends if limits or end not in LARGEST]
+    word = f"{number}s" if plural else f"{'an' if number == 'integer' else 'a'} {number}"
+    return f"{word} {' and '.join(bounds)}".rstrip()
+
+
+def _expected_text(schema: JsonSchemaValue, plural: bool) -> str:
+    if (pattern := schema.get("pattern")) in _PATTERNS:
+        return _PATTERNS[pattern]
+    return "strings" if plural else "a string that is not empty" if "minLength" in schema else "a string"
 
 
 SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

@@ -31,6 +31,7 @@ Key = TypeVar("Key", bound=Hashable)
 Runs = Mapping[str, Sequence[Index]]  # The runs of a campaign by condition, the baseline first
 Scores = dict[str, list[int]]  # [correct, answers] of every problem in one evaluation
 EvaluatedRun = tuple[Index, IterationEntry, IterationEntry | None]  # With its first and its last evaluation
+ChosenRuns = dict[str, tuple[str, list[tuple[Index, list[IterationEntry]]]]]  # By condition, with all evaluations
 
 
 @dataclass(frozen=True)
@@ -127,16 +128,9 @@ def _evaluated_runs(
     """Return by condition which runs count (the "finished" ones, or "all" if none is), each with its first and its last
     evaluation, None if it has only one; and the step at which all are taken while some conditions have no finished
     run."""
-    chosen: dict[str, tuple[str, list[tuple[Index, list[IterationEntry]]]]] = {}
-    for label, indices in runs.items():
-        evaluated = [(run, evaluations) for run in indices if (evaluations := run.of_split(f"eval/{held_out}"))]
-        finished = [pair for pair in evaluated if pair[0].run not in unfinished]
-        if evaluated:
-            chosen[label] = ("finished", finished) if finished else ("all", evaluated)
-    is_unfinished, common = any(of == "all" for of, _ in chosen.values()), None
-    if is_unfinished:
-        later = [{each.number for each in evaluations[1:]} for _, pairs in chosen.values() for _, evaluations in pairs]
-        common = max(set.intersection(*filter(None, later)), default=None) if any(later) else None
+    chosen = _runs_that_count(runs, held_out, unfinished)
+    is_unfinished = any(of == "all" for of, _ in chosen.values())
+    common = _common_step(chosen) if is_unfinished else None
     ends: dict[str, tuple[str, list[EvaluatedRun]]] = {}
     for label, (of, pairs) in chosen.items():
         of_label: list[EvaluatedRun] = []
@@ -145,6 +139,22 @@ def _evaluated_runs(
             of_label.append((run, first, last[-1] if last else None))
         ends[label] = of, [each for each in of_label if each[2]] or of_label  # rates are of the same seeds
     return ends, common
+
+
+def _common_step(chosen: ChosenRuns) -> int | None:
+    """Return the last step, after the first evaluation, at which all runs that have such steps were evaluated."""
+    later = [{each.number for each in evaluations[1:]} for _, pairs in chosen.values() for _, evaluations in pairs]
+    return max(set.intersection(*filter(None, later)), default=None) if any(later) else None
+
+
+def _runs_that_count(runs: Runs, held_out: str, unfinished: Collection[Path]) -> ChosenRuns:
+    chosen: ChosenRuns = {}
+    for label, indices in runs.items():
+        evaluated = [(run, evaluations) for run in indices if (evaluations := run.of_split(f"eval/{held_out}"))]
+        finished = [pair for pair in evaluated if pair[0].run not in unfinished]
+        if evaluated:
+            chosen[label] = ("finished", finished) if finished else ("all", evaluated)
+    return chosen
 
 
 def _pair(

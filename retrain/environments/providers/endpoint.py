@@ -48,7 +48,7 @@ class ChatMessage(TypedDict):
 
 
 @dataclass(eq=False)
-class Completion:
+class ChatCompletion:
     """The policy's answer to a request: its message and what was sampled, in the format of OpenAI's chat completions.
 
     ``number``: the number of the action in its rollout. Token ids and log-probabilities are in vLLM's format. Prompts
@@ -94,7 +94,7 @@ class Completion:
 class Request:
     messages: list[ChatMessage]
     tools: list[ToolSchema]
-    completion: asyncio.Future[Completion]
+    completion: asyncio.Future[ChatCompletion]
 
 
 class ChannelClosed(Exception):
@@ -109,7 +109,7 @@ class Channel:
     refuses: bool = False
     refused: int = 0
 
-    async def ask(self, messages: list[ChatMessage], tools: list[ToolSchema]) -> Completion:
+    async def ask(self, messages: list[ChatMessage], tools: list[ToolSchema]) -> ChatCompletion:
         if self.refuses:
             self.refused += 1
             self.arrived.set()

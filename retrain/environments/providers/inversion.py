@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from retrain.environments.protocol import Observation, Step
-from retrain.environments.providers.endpoint import Channel, ChatMessage, Completion, Endpoint, Request
+from retrain.environments.providers.endpoint import Channel, ChatCompletion, ChatMessage, Endpoint, Request
 from retrain.environments.providers.messages import chat_messages, text_of
 from retrain.environments.providers.randomness import OwnRandomness
 from retrain.environments.tools import ToolSchema
@@ -190,7 +190,7 @@ class InvertedEpisode:
                 }
                 for number, call in enumerate(found, self._calls)
             ]
-        answer = Completion(message, action, self._actions)
+        answer = ChatCompletion(message, action, self._actions)
         self._calls += len(found)
         self._actions += 1
         key = message_key(message)
