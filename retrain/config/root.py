@@ -173,7 +173,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _squeeze_is_reported_where_it_is_written(self) -> Config:
-        """Resolve [squeeze] wandb here, where the presence of the section is known; a dump contains every section."""
+        """Set an unset [squeeze] wandb to whether the file has a [squeeze] section. A dump cannot tell: it has every
+        section."""
         if self.squeeze.wandb is None:
             asked = self.squeeze.model_copy(update={"wandb": "squeeze" in self.model_fields_set})
             object.__setattr__(self, "squeeze", asked)  # sections are frozen

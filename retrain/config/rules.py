@@ -335,7 +335,8 @@ SHORT = r"(correct_rate|reward_mean|mean_length|(pass|avg|maj)@\d+|[^/]+/correct
 
 
 def deciding_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report a verdict schedule without problems or with a primary `auc`, and a `last3` without late evaluations."""
+    """Report schedule = "verdict" without held-out problems or with a primary `auc`, and a primary `last3` of a
+    training metric or without three evaluations near the end."""
     schedule, training = config.evaluation.schedule, config.training
     if schedule == "verdict" and not config.evaluation.problems:
         yield no_effect("evaluation.schedule", "evaluation.problems", 0, "remove the line, or problems = 128")

@@ -1,4 +1,5 @@
-"""Types of numpy arrays (those of tensors are in ``shapes``), and the name of a plug-in. Does not import torch."""
+"""Types of numpy arrays (those of tensors are in ``shapes``), and a function that names a plug-in. Does not import
+torch."""
 
 from collections.abc import Callable, Sequence
 

@@ -421,7 +421,7 @@ class PendingUpdate:
 
 
 def without_advantages(sample: Sample) -> Sample:
-    """Return the sample with an advantage of 0 for every sampled token. All of them train."""
+    """Return the sample with advantages of 0 and a ``loss_mask`` that includes every sampled token."""
     return replace(sample, advantages=np.zeros(len(sample)), loss_mask=sample.action_mask)
 
 

@@ -220,7 +220,8 @@ def _values(record: StepRecord, context: RunContext, totals: Totals, samples: Sa
 
 
 def _catalogue_keys(values: Row, context: RunContext) -> Row:
-    """Take the metrics of this run out of ``values``; return them with their aliases, in the catalogue's order."""
+    """Remove the metrics of this run from ``values``; return them (None if absent) and their aliases, in the
+    catalogue's order."""
     features, tools = context.features, context.config.logging.aliases
     metrics = [m for m in METRICS if "<" not in m.key and (not m.requires or m.requires in features)]
     keys = {metric.key for metric in metrics}

@@ -22,7 +22,7 @@ from retrain.records.context import RunContext
 from retrain.records.measure import measure_step
 from retrain.records.notes import WINDOW, explain, note_line
 from retrain.records.pages.rollouts import rollout_page
-from retrain.records.pages.timeline import write_timeline
+from retrain.records.pages.timeline import timeline_of
 from retrain.records.reporter import Reporter, make_trackers
 from retrain.records.rollouts import (
     Batch,
@@ -197,7 +197,7 @@ class RunRecorder(RecordFiles):
         it when the checkpoint's directory is complete."""
         self.write(lambda: self.append(layout.CHECKPOINTS, [checkpoint.to_row()]))
         self.flush()
-        self.write(lambda: write_timeline(self.directory))  # so that a killed run has one too
+        self.write(self._write_timeline)  # so that a killed run has one too
 
     def log(self, text: str, level: str = "info") -> None:
         """Add time-stamped lines to ``run.log``; never raises."""
@@ -263,13 +263,19 @@ class RunRecorder(RecordFiles):
             self._started = False
             for reporter in self._reporters:
                 reporter.finish(failed)
-            self.write(lambda: write_timeline(self.directory), always=True)
+            self.write(self._write_timeline, always=True)
             self.log("failed" if failed else "records closed")
         return super().close()
 
     def _warn(self, text: str) -> None:
         self.log(text, level="warning")
         self._show_warning(f"{self.context.run_id}: {text}")
+
+    def _write_timeline(self) -> None:
+        """Write ``timeline.html``; runs on the writing thread."""
+        if page := timeline_of(self.directory):
+            self.check_directory()  # another process may have taken over while the page was made
+            write_text(self.directory / layout.TIMELINE, page, durable=False)
 
     def _write_step(self, record: StepRecord, row: Row, notes: Sequence[Note], keeps_tokens: bool) -> None:
         """Write all files of one step; runs on the writing thread."""
@@ -313,8 +319,8 @@ class RunRecorder(RecordFiles):
         config, run, condition = self.context.config, self.context.run_id, self.context.condition
         weights = {part.shown_name: (part.weight, part.offset) for part in config.reward.components}
         batch = Batch(split, iteration, groups, run, condition, started, self._token_text, weights)
-        self.check_directory()
-        self.wrote(*write_rollouts(self.directory, batch, config.logging.num_groups_to_log if tokens else None))
+        num_groups = config.logging.num_groups_to_log if tokens else None
+        self.wrote(*write_rollouts(self.directory, batch, num_groups, self.check_directory))
         rewards = [rollout.reward for group in groups for rollout in group.rollouts]
         totals = [reward.total_reward for reward in rewards if reward.total_reward is not None]
         line = IterationFiles(
@@ -371,14 +377,18 @@ def _remove_rollouts(directory: Path, split: str, iteration: int) -> None:
     (directory / tokens_name(split, iteration)).unlink(missing_ok=True)
 
 
-def write_rollouts(directory: Path, batch: Batch, num_groups: int | None) -> list[Path]:
+def write_rollouts(
+    directory: Path, batch: Batch, num_groups: int | None, check: Callable[[], None] = lambda: None
+) -> list[Path]:
     """Write the summary lines; unless ``num_groups`` is None also all tokens, and a logtree and a page with the texts
-    of ``num_groups`` groups. Does not wait for the disk. Return the paths."""
+    of ``num_groups`` groups. ``check`` is called when the texts are made, before the first file is written. Does not
+    wait for the disk. Return the paths."""
     texts = {layout.SUMMARIES: "".join(dumps(row) + "\n" for row in summary_rows(batch))}
     if num_groups is not None:
         texts[layout.LOGTREE] = dumps(logtree(batch, num_groups)) + "\n"
         texts[layout.PAGE] = rollout_page(batch, num_groups)
     paths = {directory / f"{batch.name}{ending}": text for ending, text in texts.items()}
+    check()
     for path, text in paths.items():
         write_text(path, text, durable=False)
     return [*paths, *([] if num_groups is None else [write_tokens(directory, batch)])]

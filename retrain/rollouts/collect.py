@@ -66,7 +66,7 @@ class RecentWeights:
     _replaced: list[Weights] = field(default_factory=list)
 
     def publish_to(self, engine: Engine, newest: Weights) -> None:
-        """Publish ``newest``, and stored weights that are not loaded; retire those beyond the staleness limit."""
+        """Publish ``newest``, and the weights kept here that the engine does not have; retire those no longer kept."""
         for weights in (*self._weights, newest):
             if weights.ref not in self.published:
                 engine.publish(weights.ref, weights.snapshot)

@@ -95,7 +95,8 @@ class RolloutQueue(Generic[Owner]):
     def offer(
         self, owner: Owner, requests: Mapping[int, Sequence[RolloutRequest]], resample: Resample | None = None
     ) -> None:
-        """Add requests by step. After each of their decode batches, the sampling thread calls ``resample`` for more."""
+        """Set the owner's requests for each step. After each decode batch, the thread that samples asks ``resample``
+        for more requests of each step."""
         with self._changed:
             for step, step_requests in requests.items():
                 self._offers[owner, step] = StepRollouts(step, list(step_requests), resample)

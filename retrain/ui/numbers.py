@@ -83,8 +83,8 @@ class RunNumbers:
         self._keys: dict[str, None] | None = None
 
     def refresh(self, make: bool = False) -> None:
-        """Read what is new in the files. A long run without recorded columns has no rows, and ``reading`` is True,
-        until a call with ``make`` writes its columns into the cache, which takes seconds."""
+        """Read what is new in the files. A long run may lack recorded columns: ``make`` writes them into the cache,
+        which takes seconds; until then, the run has no rows and ``reading`` is True."""
         if make and self._lacks_columns():
             self._make()
         with self._lock:

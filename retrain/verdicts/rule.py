@@ -164,7 +164,8 @@ def flipped(values: Floats, signs: Floats) -> Floats:
 
 
 def outlier_places(differences: Floats, typical: float, margin: float | None) -> tuple[int, ...]:
-    """Return the positions of seeds whose distance to ``typical`` exceeds 5 median distances and 2 margins."""
+    """Return the positions of differences that are farther from ``typical`` than 5 times the median distance from it
+    and than twice ``margin`` (None: 0)."""
     distances = np.abs(differences - typical)
     bound = max(OUTLIER_MEDIANS * float(np.nanmedian(distances)), OUTLIER_MARGINS * (margin or 0.0)) + ZERO
     return tuple(np.flatnonzero(distances > bound).tolist())

@@ -75,8 +75,9 @@ class CanaryResult:
 
 @dataclass(frozen=True)
 class ReturnTrial:
-    """The test of a server that returns: it samples one token for each request. ``logprobs_TV``: the trainer's
-    log-probabilities (nats) of all tokens with ``weights``. ``policy``: "the base" or "the adapter", for messages."""
+    """Tests a server that comes back or joins late: each request samples one token, whose log-probability must be the
+    trainer's. ``logprobs_TV``: the trainer's (nats) for all tokens with ``weights``, one row per request. ``policy``:
+    "the base" or "the adapter", for messages."""
 
     requests: Sequence[SampleRequest]
     weights: LocalSnapshot

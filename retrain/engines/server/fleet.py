@@ -35,7 +35,8 @@ class Fleet(Protocol):
         """Wait for the first address, or until ``gave_up`` is set, for at most ``seconds``."""
 
     def hold_restarts(self, held: bool) -> None:
-        """While ``held``, start no server that dies; the trainer uses the memory of the GPU that they share."""
+        """While ``held``, do not restart servers that die, because the trainer is using the memory of the GPU they
+        share."""
 
     def close(self) -> None: ...
 

@@ -73,8 +73,9 @@ def adapt(written: Callable[..., object], args: Mapping[str, object], run: Run) 
 def _seeded(
     written: Callable[..., object], arguments: Mapping[str, object], split: Split, owner: str, run: Run
 ) -> Cookbook:
-    """Return the environment of a class whose objects are episodes and whose problems are the seeds they take; the
-    first seeds are held out."""
+    """Return an environment whose problems are seeds: ``written(**arguments, seed=…)`` makes an episode of one. The
+    first ``split.heldout`` seeds are held out, the next ``split.size`` train. Raises PluginError if ``written`` takes
+    no seed, UsageError for invalid arguments."""
     if "seed" not in inspect.signature(written).parameters:
         raise PluginError(
             f"{owner} is one episode (initial_observation and step) and takes no seed, so that there is but one "

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from retrain.files import read_jsonl, write_text
+from retrain.files import read_jsonl
 from retrain.records.catalogue import BESIDE
 from retrain.records.pages import document
 from retrain.records.schema.base import Row
-from retrain.records.schema.layout import SPANS, TIMELINE
+from retrain.records.schema.layout import SPANS
 from retrain.util import text
 from retrain.util.text import percent
 
@@ -34,10 +34,10 @@ class StepTimes:
     seconds: dict[str, float]
 
 
-def write_timeline(directory: Path) -> None:
-    """Write ``timeline.html`` beside ``timing_spans.jsonl``, unless that has no span yet."""
-    if steps := steps_of(read_jsonl(directory / SPANS)):
-        write_text(directory / TIMELINE, timeline_page(steps, directory.resolve().name), durable=False)
+def timeline_of(directory: Path) -> str:
+    """Return the content of ``timeline.html`` for a run; "" if its ``timing_spans.jsonl`` has no span yet."""
+    steps = steps_of(read_jsonl(directory / SPANS))
+    return timeline_page(steps, directory.resolve().name) if steps else ""
 
 
 def steps_of(rows: Sequence[Row]) -> list[StepTimes]:
