@@ -22,7 +22,7 @@ from retrain.records.context import RunContext
 from retrain.records.measure import measure_step
 from retrain.records.notes import WINDOW, explain, note_line
 from retrain.records.pages.rollouts import rollout_page
-from retrain.records.pages.timeline import timeline_of
+from retrain.records.pages.timeline import write_timeline
 from retrain.records.reporter import Reporter, make_trackers
 from retrain.records.rollouts import (
     Batch,
@@ -197,7 +197,7 @@ class RunRecorder(RecordFiles):
         it when the checkpoint's directory is complete."""
         self.write(lambda: self.append(layout.CHECKPOINTS, [checkpoint.to_row()]))
         self.flush()
-        self.write(self._write_timeline)  # so that a killed run has one too
+        self.write(lambda: write_timeline(self.directory, self.check_directory))  # so that a killed run has one too
 
     def log(self, text: str, level: str = "info") -> None:
         """Add time-stamped lines to ``run.log``; never raises."""
@@ -263,19 +263,13 @@ class RunRecorder(RecordFiles):
             self._started = False
             for reporter in self._reporters:
                 reporter.finish(failed)
-            self.write(self._write_timeline, always=True)
+            self.write(lambda: write_timeline(self.directory, self.check_directory), always=True)
             self.log("failed" if failed else "records closed")
         return super().close()
 
     def _warn(self, text: str) -> None:
         self.log(text, level="warning")
         self._show_warning(f"{self.context.run_id}: {text}")
-
-    def _write_timeline(self) -> None:
-        """Write ``timeline.html``; runs on the writing thread."""
-        if page := timeline_of(self.directory):
-            self.check_directory()  # another process may have taken over while the page was made
-            write_text(self.directory / layout.TIMELINE, page, durable=False)
 
     def _write_step(self, record: StepRecord, row: Row, notes: Sequence[Note], keeps_tokens: bool) -> None:
         """Write all files of one step; runs on the writing thread."""

@@ -213,8 +213,10 @@ class CampaignWorkers:
                 time.sleep(TICK_SECONDS / 5)
             for slot in running:
                 self._kill(slot)
-        self.executor.close()
-        self.servers.close()
+        try:
+            self.servers.close()  # by way of the cluster from which the executor disconnects
+        finally:
+            self.executor.close()
         for slot in self._slots.values():
             for path in slot.home.glob("events_*.jsonl"):
                 path.unlink(missing_ok=True)

@@ -5,16 +5,16 @@ boundaries of steps are not recorded: a step lasts from the end of the previous 
 and time without a span is ``other``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from retrain.files import read_jsonl
+from retrain.files import read_jsonl, write_text
 from retrain.records.catalogue import BESIDE
 from retrain.records.pages import document
 from retrain.records.schema.base import Row
-from retrain.records.schema.layout import SPANS
+from retrain.records.schema.layout import SPANS, TIMELINE
 from retrain.util import text
 from retrain.util.text import percent
 
@@ -34,10 +34,13 @@ class StepTimes:
     seconds: dict[str, float]
 
 
-def timeline_of(directory: Path) -> str:
-    """Return the content of ``timeline.html`` for a run; "" if its ``timing_spans.jsonl`` has no span yet."""
-    steps = steps_of(read_jsonl(directory / SPANS))
-    return timeline_page(steps, directory.resolve().name) if steps else ""
+def write_timeline(directory: Path, check: Callable[[], None]) -> None:
+    """Write ``timeline.html`` beside ``timing_spans.jsonl``, unless that has no span yet. ``check`` is called when the
+    page is made, before it is written."""
+    if steps := steps_of(read_jsonl(directory / SPANS)):
+        page = timeline_page(steps, directory.resolve().name)
+        check()
+        write_text(directory / TIMELINE, page, durable=False)
 
 
 def steps_of(rows: Sequence[Row]) -> list[StepTimes]:
