@@ -23,6 +23,7 @@ from retrain.util.jsonl import Tail
 
 DEPTH = 2  # How many levels below a given directory campaigns and runs are looked for
 FRESH_S = 0.8  # Seconds for which a reading is cached
+CHECKED_S = 0.5  # Seconds for which the check of a run's paths is cached
 MOST_FOLDERS = 5_000
 
 CachedHome = tuple[float, Hashable, Home | None]  # (time of reading, stamp, result) of a directory
@@ -41,6 +42,7 @@ class Library:
         self._homes: dict[Path, CachedHome] = {}
         self._indices: dict[Path, Index] = {}
         self._numbers: dict[str, Numbers] = {}
+        self._checked: dict[Path, float] = {}  # When the paths of a run were checked
         if cache is not None:
             tidy(cache)
 
@@ -77,8 +79,11 @@ class Library:
     def numbers(self, run: RunSource, refresh: bool = True, make: bool = False) -> Numbers:
         """Return the metrics of a run, with what is new in its files; with ``make``, also what takes seconds to read.
         Raises ApiError (404) if a file of the run is outside the given directories."""
-        if not stays_inside(run.path, self.places):
-            raise nothing(run.location)
+        now = time.monotonic()
+        if now - self._checked.get(run.path, -CHECKED_S) >= CHECKED_S:
+            if not stays_inside(run.path, self.places):
+                raise nothing(run.location)
+            self._checked[run.path] = now
         with self._lock:
             if run.location not in self._numbers:
                 self._numbers[run.location] = numbers_of(run, self.places.file, self._store, self._cache)
@@ -124,7 +129,10 @@ class Library:
                     stamp = home.stamp(self.places) if home is not None else None
             except OSError:  # taken away while it was read
                 home = None
-            self._homes[path] = time.monotonic(), stamp, home
+            now = time.monotonic()
+            if home is not None and home is not self._homes.get(path, (0.0, None, None))[2]:
+                self._checked |= {run.path: now for run in home.runs if run.reader is None}  # when it was read
+            self._homes[path] = now, stamp, home
         return home
 
     def _foreign(self, path: Path) -> Home | None:
