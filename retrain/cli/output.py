@@ -48,7 +48,8 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left_ali
 
 
 def print_rich(view_of: Callable[[int], RenderableType], plain: bool = False) -> None:
-    """Print the view for the width of the terminal; ``plain``, and where there is none, without colours and breaks."""
+    """Print ``view_of(width)`` for the terminal's width. With ``plain`` or without a terminal it is printed without
+    colours and line breaks."""
     if plain or not sys.stdout.isatty():
         print(plain_text(view_of(WIDE)))
     else:
@@ -210,8 +211,8 @@ def _levels_and_difference(condition: Values, baseline: str, share: bool) -> tup
 
 
 def accuracy_line(name: str, accuracy: Values) -> str:
-    """Return a line with a run's accuracy on the held-out set ``name``: at its first evaluation → at its last, with the
-    interval of the last over problems."""
+    """Return a line with a run's accuracy on the held-out set ``name``, first evaluation → last, and the 95 % interval
+    of the last over problems."""
     low_high = (accuracy["ci_low"], accuracy["ci_high"])
     ends = "" if None in low_high else f", 95 % interval over problems {interval(low_high)}"
     levels = f"{rate(accuracy['before'])} → {rate(accuracy['after'])}"

@@ -83,8 +83,8 @@ class KeyLocations:
 
 
 class Row(NamedTuple):
-    """Location of a condition: its index, its table, and its overrides by dotted key. ``is_partial``: invalid overrides
-    were removed."""
+    """Where a condition stands in the file: its number, the path of its table, and the paths of its overrides by dotted
+    key. ``is_partial``: invalid overrides were removed."""
 
     index: int
     table: Path
@@ -147,7 +147,7 @@ def _fold_conditions(review: Review) -> None:
 
 
 def _validate(review: Review) -> Config:
-    """Return the configuration without keys that are invalid by themselves, which are reported."""
+    """Return the configuration. Keys that are invalid by themselves are reported and left at their defaults."""
     try:
         return Config.model_validate(review.data)
     except ValidationError as error:
@@ -181,8 +181,8 @@ def _put_aside(review: Review, wrong: Iterable[Mistake]) -> None:
 
 
 def _ask(review: Review, issues: Iterable[ConfigIssue], row: Row | None = None) -> None:
-    """Report issues whose keys are all valid by themselves. An issue points to an override of the condition ``row``,
-    else to a written key, else to the condition."""
+    """Report the issues whose keys are all valid by themselves. An issue points to the first of these that exists: an
+    override of the condition ``row``, a key that the file has, the condition itself."""
     for issue in issues:
         if any(review.is_broken(key) for key in issue.keys):
             continue

@@ -68,7 +68,7 @@ def anneal_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def group_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report groups too small to compare, and dynamic sampling where group rewards do not decide the signal."""
+    """Report group sizes that the advantage cannot use, and dynamic sampling where groups with equal rewards train."""
     size, algorithm, key = config.training.group_size, config.algorithm, "training.dynamic_sampling"
     mode, keys = algorithm.advantage_mode, ("training.group_size", "algorithm.advantage_mode")
     from_rewards = not config.distillation.teacher_only

@@ -268,8 +268,8 @@ class _Scan:
         return names
 
     def _write(self, path: Path, above: int, is_table: bool) -> None:
-        """Record the line of a key or table that may be written only once; it defines all but the first ``above`` names
-        of its path."""
+        """Record the line of a key or table, and a repetition if it was written before. The first ``above`` names of
+        its path are tables that may be written again."""
         if path in self.written and self.repeat is None:
             self.repeat = Repeat(path, self.written[path], self.line, is_table)
         for length in range(1, len(path) + 1):

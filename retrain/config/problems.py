@@ -181,7 +181,8 @@ def wrong_value(path: Path, field: FieldInfo, value: object, inside: Path) -> Mi
 
 
 def _wrong_entry(annotation: object, value: object, inside: Path) -> tuple[list[str], object, object]:
-    """Return (names, value, expected type) of the wrong entry of a table whose entries have one type."""
+    """Find the wrong entry of a table whose entries have one type. Return its names from the table down, its value and
+    the type that was expected. ``inside``: pydantic's path from the table to the error."""
     names: list[str] = []
     while get_origin(annotation) is dict and isinstance(value, Mapping):
         names.append(str(inside[len(names)]))

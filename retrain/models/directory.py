@@ -28,7 +28,7 @@ VOCABULARIES = (
 )  # fmt: skip
 """Files with a vocabulary; one of them is enough."""
 SNAPSHOT: list[str] = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
-"""Files of a model that a server needs."""
+"""Patterns of the files of a hub model that a server loads."""
 WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer")
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}")
 Task = Literal["CAUSAL_LM", "SEQUENCE_CLASSIFICATION"]

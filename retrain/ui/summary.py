@@ -130,8 +130,8 @@ def mean_evaluation(rows: Sequence[Row], held_out: str) -> JsonObject:
 
 
 def newest_note(library: Library, home: Home) -> JsonObject | None:
-    """Return the last warning near the end of a run's notes, of the run that wrote notes last; without any warning, the
-    last note."""
+    """Return the newest warning of the campaign's runs, or their newest note if none has a warning. Only the end of
+    each run's notes is read. Of several runs with a warning, the one whose file was written last counts."""
     notes: list[tuple[bool, float, JsonObject]] = []
     for run in home.runs:
         if rows := library.rows(run, NOTES, last_only=True):

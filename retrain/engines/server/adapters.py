@@ -77,8 +77,8 @@ class AbandonedAdapters:
 
 
 class AdapterStore:
-    """This process's subdirectory of the adapter directory. Servers must see it under the same path. ``dtype``: the
-    base's, in which a forward pass of training computes with the adapter."""
+    """This process's subdirectory of the adapter directory. Servers must see it under the same path. Files
+    have the base's ``dtype`` if it is a half precision, in which training computes with the adapter, else float32."""
 
     def __init__(self, directory: Path, base: str, dtype: torch.dtype):
         self.shared, self.base = directory.absolute(), base
