@@ -121,8 +121,8 @@ class PythonNumbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def use_device() -> None:
-    """Make it the device that retrain finds, in this thread and in all that start later."""
+def use_device() -> torch.device:
+    """Make it the device that retrain finds, in this thread and in all that start later; return it."""
     import retrain.device
 
     retrain.device.resolve_device = lambda devices: DEVICE
@@ -135,6 +135,7 @@ def use_device() -> None:
     threading.Thread.run = run_with_device
     Operations().__enter__()
     PythonNumbers().__enter__()
+    return DEVICE
 
 
 class ExactSession(Session):

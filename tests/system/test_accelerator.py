@@ -74,3 +74,19 @@ def test_the_program_waits_for_the_device_as_seldom_as_before(results):
     _, lines = results
     reads = {line["scenario"]: line["host_reads"] for line in lines}
     assert reads["advantages"] <= MOST_READS
+
+
+@pytest.mark.parametrize(("expression", "refusal"), [
+    ("torch.zeros(3, device=device) + torch.ones(3)", "a tensor of the CPU, (3,), meets the device"),
+    ("torch.zeros(3, device=device)[torch.tensor([0])]", "a tensor of the CPU, (1,), meets the device"),
+    ("torch.rand(3, device=device, generator=torch.Generator())", "a generator of the CPU draws on the device"),
+    ("torch.zeros(3, device=device).numpy()", ".numpy() is not supported"),
+])  # fmt: skip
+def test_the_device_refuses_what_a_gpu_refuses(expression, refusal):
+    program = (
+        "import torch, tests.programs.accelerator as accelerator\n"
+        f"device = accelerator.use_device()\n{expression}\n"
+    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert refusal in done.stderr.splitlines()[-1]
