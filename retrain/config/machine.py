@@ -117,10 +117,11 @@ class Inference(Section, role=Role.SAMPLES):
     """Address of a server such as `http://gpu1:8000`, or a list of several that share the load."""
     launch: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
     """Command that starts a server for the campaign, in place of `url`, such as `vllm serve {model} --enable-lora
-    --max-lora-rank 32`; it is restarted when it dies or hangs. `{model}`, `{host}` and `{port}` are filled in; if
-    missing, a free port and `--host 127.0.0.1` are added. Output goes to `server.log` of the run or campaign. With
-    workers, the controller starts it for all of them; with `executor = "ray"` it runs on a node that Ray chooses, and
-    listens at the node's address if the cluster has other machines."""
+    --max-lora-rank 32`; it is restarted when it dies or hangs. `{model}` (the directory of the model's files; those of
+    a hub model are downloaded first), `{host}` and `{port}` are filled in; if missing, a free port and `--host
+    127.0.0.1` are added. Output goes to `server.log` of the run or campaign. With workers, the controller starts it for
+    all of them; with `executor = "ray"` it runs on a node that Ray chooses, and listens at the node's address if the
+    cluster has other machines."""
     replicas: Annotated[Count, Role.NAMES, ActiveIf("inference.engine", SERVERS)] = 1
     """Number of servers that `launch` starts; they share the load and log to `server_1.log` and so on."""
     launch_gpus: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None

@@ -27,8 +27,8 @@ VOCABULARIES = (
     "sentencepiece.bpe.model",
 )  # fmt: skip
 """Files with a vocabulary; one of them is enough."""
-SNAPSHOT: list[str] = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
-"""Patterns of the files of a hub model that a server loads."""
+SNAPSHOT: list[str] = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+"""Patterns of the files of a hub model that a server loads, beside the weights."""
 WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer")
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}")
 Task = Literal["CAUSAL_LM", "SEQUENCE_CLASSIFICATION"]
@@ -82,8 +82,11 @@ def model_directory(name: str, revision: str | None) -> Path:
         return directory
     from huggingface_hub import snapshot_download
 
-    def snapshot(only_cached: bool) -> Path:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=SNAPSHOT, local_files_only=only_cached))
+    def snapshot(only_cached: bool, weights: str = "*.safetensors") -> Path:
+        patterns = [*SNAPSHOT, weights]
+        path = snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=only_cached)
+        is_complete = weights == "*.bin" or any(Path(path).glob(weights))
+        return Path(path) if is_complete else snapshot(only_cached, "*.bin")  # pickles only if there is nothing else
 
     try:
         return snapshot(only_cached=False)

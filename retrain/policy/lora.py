@@ -129,7 +129,7 @@ class Adapter(LoraWeights):
         """Replace every ΔW by its best approximation of this rank (LoRA-Squeeze, arXiv 2602.10993).
 
         Training leaves the other rows at 0: where a row of A and its column of B are both 0, so are their gradients.
-        Raises UsageError for a rank above the live one.
+        ``rank`` is at most the live one.
         """
         with torch.no_grad():
             for name, (a, b) in self.tensors().items():

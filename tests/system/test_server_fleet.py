@@ -11,6 +11,7 @@ import pytest
 from helpers.campaigns import eventually
 from helpers.servers import StandIn, apart, engine_of, publish, requests, served_world, weights
 from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 
 from retrain.campaign.executors.table import slots_of
 from retrain.config import parse_dict
@@ -125,6 +126,8 @@ def test_a_server_does_not_get_the_trainers_allocator(monkeypatch):
     assert server_environment(None)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("RETRAIN_OWN_ALLOCATOR", "1")
     assert not {"PYTORCH_ALLOC_CONF", "RETRAIN_OWN_ALLOCATOR"} & server_environment(None).keys()
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")  # by a plug-in
+    assert "RETRAIN_OWN_ALLOCATOR" not in server_environment(None)
 
 
 def test_a_server_gets_the_snapshot_that_is_trained():
@@ -140,6 +143,18 @@ def test_a_server_gets_the_snapshot_that_is_trained():
         assert model_argument(config) == str(repository / "snapshots" / commit)
     with pytest.raises(ModelError, match="cannot find model own/model at revision v9: "):
         model_argument(parse_dict({"model": {"model": "own/model", "revision": "v9"}}))
+
+
+@pytest.mark.parametrize("whole", ["model.safetensors", "pytorch_model.bin"])
+def test_pickled_weights_are_downloaded_where_there_are_no_others(tmp_path, monkeypatch, whole):
+    def download(name, *, allow_patterns, **options):
+        for file in filter_repo_objects(["config.json", whole, "pytorch_model.bin"], allow_patterns=allow_patterns):
+            (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert model_argument(parse_dict({"model": {"model": "own/model"}})) == str(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", whole}
 
 
 def test_a_server_listens_where_it_is_told(tmp_path, launched):

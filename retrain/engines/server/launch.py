@@ -50,7 +50,7 @@ SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # vLLM has the sleep routes o
 def server_environment(gpus: str | None, sleeps: bool = False) -> dict[str, str]:
     environment = {**ENVIRONMENT, **(SLEEP_ENVIRONMENT if sleeps else {}), **os.environ}
     if environment.pop(OWN_ALLOCATOR, ""):
-        del environment["PYTORCH_ALLOC_CONF"]  # vLLM's sleep mode does not work with expandable segments
+        environment.pop("PYTORCH_ALLOC_CONF", None)  # vLLM's sleep mode does not work with expandable segments
     return environment if gpus is None else environment | {"CUDA_VISIBLE_DEVICES": gpus}
 
 

@@ -38,10 +38,10 @@ class SharedGpu:
     async def sleep(self, servers: Sequence[ServerClient]) -> None:
         async with self._lock:
             if self.is_shared and not self._sleeping and not self._users:
+                self._sleeping = True  # before the first one sleeps: after a failure or a stop, ``wake`` wakes it
                 self._hold_restarts(True)
                 for server in servers:
                     await _post(server, "/sleep?level=1")
-                self._sleeping = True
 
     async def wake(self, servers: Sequence[ServerClient]) -> None:
         async with self._lock:

@@ -559,8 +559,23 @@ def test_a_server_sleeps_while_nobody_samples(connect, lanes, server):
     engine.forget_sequences()
     engine.close()  # awake, as it was found
     assert server.naps == ["/sleep?level=1", "/wake_up"] * 2
-    server.naps = None
-    other = connect(sleeps=True)
+    server.naps, held[:] = None, []
+    other = connect(sleeps=True, fleet=fleet)
     other.sample(requests(publish(other, weights(lanes, 1))))
     with pytest.raises(ServerFailed, match=r"cannot sleep: .* start vLLM with --enable-sleep-mode"):
         other.forget_sequences()
+    assert held == [True]
+    other.close()
+    assert held == [True, False]  # a server that dies later is started again
+
+
+def test_servers_that_slept_before_another_failed_to_are_awake_again(connect, lanes, model, server, start):
+    server.naps = []
+    fleet = WatchedFleet([])
+    fleet.update([server.url, start(model).url])
+    engine = connect(sleeps=True, fleet=fleet)
+    engine.sample(requests(publish(engine, weights(lanes, 1))))
+    with pytest.raises(ServerFailed, match="cannot sleep"):
+        engine.forget_sequences()
+    engine.close()
+    assert server.naps == ["/sleep?level=1", "/wake_up"]
