@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
@@ -111,7 +112,11 @@ def matrix_of(home: Home, runs: Runs, held_out: str) -> Matrix:
     unfinished = frozenset(run.path for run in home.runs if run.state != "done")
     indices = tuple((label, tuple(of_label)) for label, of_label in runs.items())
     stamps = [stamp_of(run.file(name)) for _, each in indices for run in each for name in (ITERATIONS, EVALUATIONS)]
-    return _matrix(indices, held_out, unfinished, tuple((run.path, run.seed) for run in home.runs), tuple(stamps))
+    with _TURN:
+        return _matrix(indices, held_out, unfinished, tuple((run.path, run.seed) for run in home.runs), tuple(stamps))
+
+
+_TURN = Lock()  # Requests that come while a matrix is computed wait for it instead of computing it too
 
 
 @lru_cache(MOST_MATRICES)
