@@ -112,6 +112,7 @@ def test_problems_show_who_solves_what_and_how_that_has_changed(logs, tmp_path):
 def test_the_same_prompt_twice_names_the_words_and_the_first_token_that_differ(page):
     query = {"a": RUN, "b": "logs/camp/runs/b_s1"}
     found = get(page, "/api/prompt", **query, problem="p1")
+    assert "siblings" not in found["a"], "the view shows one rollout of each side"
     assert (found["diverge"], found["steps"]) == ([0, 1], {"a": [0, 3], "b": [0, 3]})
     assert (found["a"]["about"]["iteration"], found["a"]["samples"]) == (3, 1)
     assert found["a"]["pieces"][0][:3] == ["it ", "is ", "five "]
