@@ -83,9 +83,10 @@ class RunNumbers:
         self._keys: dict[str, None] | None = None
 
     def refresh(self, make: bool = False) -> None:
-        """Read what is new in the files. A long run may lack recorded columns: ``make`` writes them into the cache,
-        which takes seconds; until then, the run has no rows and ``reading`` is True."""
-        if make and self._lacks_columns():
+        """Read what is new in the files. A long run may have neither recorded columns nor cached ones that are up to
+        date: ``make`` writes them into the cache, which takes seconds; until then, it has no rows and ``reading`` is
+        True."""
+        if self._lacks_columns() and (make or self._is_cached()):
             self._make()
         with self._lock:
             self.reading = self._lacks_columns()
@@ -103,11 +104,15 @@ class RunNumbers:
         self._signature, self._keys = signature, None
 
     def _lacks_columns(self) -> bool:
-        beside = self.metrics.with_name(COLUMNS)
-        beside_there = beside.is_file() and not beside.is_symlink()
-        metrics = stamp_of(self.metrics)
+        if self._signature is not None:  # read already
+            return False
+        metrics, beside = stamp_of(self.metrics), self.metrics.with_name(COLUMNS)
         is_long = metrics is not None and metrics.size > CACHED_FROM
-        return self._signature is None and is_long and not beside_there
+        return is_long and (beside.is_symlink() or not beside.is_file())
+
+    def _is_cached(self) -> bool:
+        cache, metrics = stamp_of(self._cache), stamp_of(self.metrics)
+        return cache is not None and metrics is not None and cache.written >= metrics.written
 
     def _make(self) -> None:
         """Write the columns into the cache, and read them from there. Without a cache, all rows are held in memory."""
@@ -122,8 +127,9 @@ class RunNumbers:
                 columns = Columns(self.metrics, self._cache)
         columns.refresh()  # outside of the lock: whoever asks meanwhile gets no rows at once
         with self._lock:
-            self._columns = columns
-            self._refresh()
+            if self._signature is None:  # else another thread was faster, and columns of its rows are in the store
+                self._columns = columns
+                self._refresh()
 
     def __len__(self) -> int:
         with self._lock:

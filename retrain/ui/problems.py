@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from retrain.ui.answers import JsonObject
 from retrain.ui.differences import compared
 from retrain.ui.iterations import Index, IterationEntry, rollouts_of
 from retrain.ui.rates import Rate, rate_of
-from retrain.ui.rollouts import rollout_in
+from retrain.ui.rollouts import shown_text, shown_tokens
 from retrain.ui.sources import Home
 
 MOST_PROMPT = 300
@@ -111,7 +112,11 @@ def matrix_of(home: Home, runs: Runs, held_out: str) -> Matrix:
     unfinished = frozenset(run.path for run in home.runs if run.state != "done")
     indices = tuple((label, tuple(of_label)) for label, of_label in runs.items())
     stamps = [stamp_of(run.file(name)) for _, each in indices for run in each for name in (ITERATIONS, EVALUATIONS)]
-    return _matrix(indices, held_out, unfinished, tuple((run.path, run.seed) for run in home.runs), tuple(stamps))
+    with _TURN:
+        return _matrix(indices, held_out, unfinished, tuple((run.path, run.seed) for run in home.runs), tuple(stamps))
+
+
+_TURN = Lock()  # Requests that come while a matrix is computed wait for it instead of computing it too
 
 
 @lru_cache(MOST_MATRICES)
@@ -337,11 +342,14 @@ def _sample(run: Index, iteration: IterationEntry, problem: str, sample: int) ->
     if (tokens := run.tokens(iteration)) is not None:
         with tokens as file:
             indices = [i for group in run.groups(iteration, problem) for i in file.of_group(group)]
+            shown = [shown_tokens(file.rollout(i)) for i in indices[sample : sample + 1]]
     else:
-        indices = [row["index"] for row in rollouts_of(run, iteration) if row["problem_id"] == problem]
-    if sample >= len(indices):
+        rows = [row for row in rollouts_of(run, iteration) if row["problem_id"] == problem]
+        indices = [row["index"] for row in rows]
+        shown = [shown_text(row) for row in rows[sample : sample + 1]]
+    if not shown:
         raise UsageError(f"{iteration.name} of {run.run.name} has no sample {sample} of problem {problem!r}")
-    return {"samples": len(indices), "index": indices[sample]} | rollout_in(run, iteration, indices[sample])
+    return {"about": iteration.as_json(), "samples": len(indices), "index": indices[sample]} | shown[0]
 
 
 def _first_difference(a: Sequence[list[str]] | None, b: Sequence[list[str]] | None) -> list[int] | None:

@@ -137,3 +137,18 @@ def test_a_timeline_shows_the_spans_of_a_step_and_moves(file, tmp_path):
     page.keyboard.press("l")
     assert heading.inner_text().startswith("Step 60")
     assert "steps 60 to 89" in page.inner_text(".tools")
+
+
+def test_a_timeline_moves_between_its_pages_where_step_numbers_are_missing(file, tmp_path):
+    numbers = [*range(30), *range(40, 70), *range(80, 110)]
+    with closing(RunRecorder(tmp_path, context())) as recorder:
+        for number in numbers:
+            recorder.record_step(step([group([1.0, 0.0], [3, 4])], number))
+    page = file(tmp_path / "timeline.html")
+    heading = page.locator("#times figure h2").nth(1)
+    assert "steps 40 to 109" in page.inner_text(".tools")
+    for chosen, key, other, window in ((40, "h", 29, "steps 0 to 69"), (69, "l", 80, "steps 80 to 109")):
+        page.locator(".column", has_text=f"step {chosen}:").click(force=True)
+        page.keyboard.press(key)
+        assert heading.inner_text().startswith(f"Step {other}\n") or heading.inner_text() == f"Step {other}", window
+        assert window in page.inner_text(".tools")

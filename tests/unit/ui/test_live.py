@@ -8,6 +8,8 @@ from helpers.pages import OTHER, RUN, campaign, client_of, get, record, row
 
 from retrain.files import append_jsonl, read_json, read_jsonl, write_json
 from retrain.records.columns import ColumnWriter
+from retrain.ui.library import Library
+from retrain.ui.places import Places
 
 # Endpoints that read rows of numbers and settings, and those that read rollouts and times.
 ROWS = {
@@ -193,8 +195,9 @@ def test_columns_of_a_long_run_are_made_in_the_cache_and_nothing_beside_it(tmp_p
     ask(client, ROWS, 400, 404)
     assert {path: path.stat().st_mtime_ns for path in home.rglob("*")} == before
     assert len(list((tmp_path / "cache").glob("*.f32"))) == 2
+    library = Library(Places([home]), tmp_path / "cache")
+    assert [len(library.numbers(run)) for run in library.home("one").runs] == [300, 300]  # at once, as they are cached
     again = client_of(home, cache=tmp_path / "cache")
-    until_read(again)
     assert rewards(again) == rewards(client)
     append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(step) for step in range(300, 500)])
     assert len(rewards(client)) == len(rewards(again)) == 500

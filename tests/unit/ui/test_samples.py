@@ -1,6 +1,8 @@
 import os
 import shutil
-from contextlib import closing
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 
 import pytest
 from helpers.pages import client_of, get, manifest, record
@@ -9,8 +11,9 @@ from scipy.stats import binomtest
 
 from retrain.records.recorder import RunRecorder
 from retrain.ui.iterations import Index
+from retrain.ui.library import Library
 from retrain.ui.places import Places
-from retrain.ui.problems import matrix
+from retrain.ui.problems import matrix, matrix_of
 
 RUN, CAMPAIGN = "logs/camp/runs/a_s1", "logs/camp"
 
@@ -109,6 +112,7 @@ def test_problems_show_who_solves_what_and_how_that_has_changed(logs, tmp_path):
 def test_the_same_prompt_twice_names_the_words_and_the_first_token_that_differ(page):
     query = {"a": RUN, "b": "logs/camp/runs/b_s1"}
     found = get(page, "/api/prompt", **query, problem="p1")
+    assert "siblings" not in found["a"], "the view shows one rollout of each side"
     assert (found["diverge"], found["steps"]) == ([0, 1], {"a": [0, 3], "b": [0, 3]})
     assert (found["a"]["about"]["iteration"], found["a"]["samples"]) == (3, 1)
     assert found["a"]["pieces"][0][:3] == ["it ", "is ", "five "]
@@ -182,6 +186,26 @@ def test_conditions_that_go_on_are_compared_at_a_step_that_all_have(tmp_path):
     early = matrix({"a": [begun]}, "heldout").selection()  # what is after training is not what was before
     assert ends_of(early) == {"a": (1.0, None, 0)}
     assert early["taken"]["a"] == {"runs": 1, "of": "finished", "before": [0], "after": []}
+
+
+class Meeting(Index):
+    """Waits in its first reading for a second one, which must not come."""
+
+    meeting = threading.Barrier(2)
+
+    def completions(self, *where):
+        with suppress(threading.BrokenBarrierError):
+            self.meeting.wait(0.5)
+        return super().completions(*where)
+
+
+def test_requests_that_come_while_a_matrix_is_computed_wait_for_it(logs):
+    places = Places([logs])
+    home = Library(places).home(CAMPAIGN)
+    runs = {"a": [Meeting(home.runs[0].path, places.file, RUN)]}
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(lambda _: matrix_of(home, runs, "heldout"), range(2))
+    assert one is other
 
 
 def answered(folder, before, after, said="so"):

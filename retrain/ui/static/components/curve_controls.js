@@ -74,7 +74,10 @@ export function MetricChoice({of: {usual, watched, rest}}) {
 // The legend of groups that the address hides by their index; fewer than two need none.
 export function GroupLegend({groups, hidden}) {
   const {patch} = useAddress();
-  const toggle = ({index}) => patch({hide: [...hidden.symmetricDifference(new Set([index]))].join(",") || null});
+  const toggle = ({index}) => {
+    const others = [...hidden].filter((each) => each !== index);
+    patch({hide: (hidden.has(index) ? others : [...others, index]).join(",") || null});
+  };
   const shown = groups.map((each) => ({...each, hidden: hidden.has(each.index)}));
   return groups.length > 1 && html`<${Legend} groups=${shown} onToggle=${toggle} />`;
 }

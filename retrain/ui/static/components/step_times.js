@@ -14,8 +14,9 @@ const BOTTOM = HEIGHT - 26;
 const LEFT = 56;
 const LANE = 24;
 
+// The step of this number, else the last one before it: a run may lack steps. Without a number, the last one.
 export function stepOf(shown, number) {
-  return shown.find((each) => String(each.step) === number) || shown[shown.length - 1];
+  return shown.findLast((each) => !number || each.step <= Number(number)) || shown[0];
 }
 
 /** @returns {[phase: string, colour: string][]} */
