@@ -125,9 +125,9 @@ class ReasoningGym:
             try:
                 entry = self._tasks[name].entry(datasets[name], index)
                 facts = {"task": name, "index": index, "entry": carried(entry)}
+                question, answer = str(entry["question"]), str(entry["answer"])
             except Exception as error:
                 raise DataError(f"{OWNER}: problems of {name} cannot be made: {described(error)}") from None
-            question, answer = str(entry["question"]), str(entry["answer"])
             problems.append(Problem(f"{name}/{self.seed}/{index}", question, answer, (name,), facts))
         return problems
 

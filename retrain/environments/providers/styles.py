@@ -94,7 +94,11 @@ def _seeded(
 
 def _check(written: Callable[..., object], arguments: Mapping[str, object]) -> None:
     try:
-        inspect.signature(written).bind(**arguments)
+        signature = inspect.signature(written)
+    except ValueError:  # a class without a signature, such as a subclass of dict without __init__
+        return
+    try:
+        signature.bind(**arguments)
     except TypeError as error:
         raise UsageError(f"[environment] args: {error}") from None
 

@@ -52,6 +52,16 @@ def test_an_environment_of_ours_stays_as_it_is():
     assert isinstance(adapted(GuessTwice, problems=[Problem("a", "guess", "")]), GuessTwice)
 
 
+class WithoutSignature(dict):
+    """Subclass of a built-in type: ``inspect.signature`` raises ValueError for it."""
+
+    start, problems = GuessTwice.start, GuessTwice.problems
+
+
+def test_an_environment_without_a_signature_is_made():
+    assert adapted(WithoutSignature, size=3) == {"size": 3}
+
+
 def reward(total, metrics=(), tags=()):
     return SimpleNamespace(total_reward=total, sample_metrics=dict(metrics), sample_tags=dict(tags))
 
