@@ -224,7 +224,7 @@ def refuse_links(directory: Path) -> None:
                     f"{path} is a symbolic link: nothing is written through links inside a run directory; "
                     "put what it points to in its place (the whole directory may be a link)"
                 )
-        folders[:] = [name for name in folders if name in names]
+        folders[:] = sorted({*folders} & {*names})
 
 
 def not_readable(path: Path, error: Exception, advice: str) -> UsageError:
