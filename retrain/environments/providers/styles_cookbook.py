@@ -37,8 +37,8 @@ class Builders(NamedTuple):
 
 
 def dataset_builders(train: Any, test: Any, heldout: int | None, owner: str) -> Builders:
-    """Return the builders in the batches of data sets. Held out are those of ``test``; if None, the last ``heldout`` of
-    ``train``."""
+    """Return the builders in the batches of data sets. Those of ``test`` are held out or, if it is None, the last
+    ``heldout`` of ``train``."""
     sources = {"train": train, HELD_OUT: train if test is None else test}
 
     @cache
