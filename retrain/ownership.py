@@ -224,7 +224,7 @@ def refuse_links(directory: Path) -> None:
                     f"{path} is a symbolic link: nothing is written through links inside a run directory; "
                     "put what it points to in its place (the whole directory may be a link)"
                 )
-        folders[:] = [name for name in folders if name in names]
+        folders[:] = sorted({*folders} & {*names})
 
 
 def not_readable(path: Path, error: Exception, advice: str) -> UsageError:
@@ -268,7 +268,7 @@ def process_start(pid: int) -> str | None:
 
 def this_process() -> dict[str, object]:
     """Return a record of this process, by which ``has_ended`` tells in other processes whether it still runs.
-    ``numbers``: the process-id namespace, which a container has of its own; "" if unknown."""
+    ``numbers``: the process-id namespace (containers have their own); "" if unknown."""
     try:
         numbers = os.readlink("/proc/self/ns/pid")
     except OSError:

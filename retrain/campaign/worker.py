@@ -127,7 +127,7 @@ class Worker:
         self._stopped: frozenset[str] = frozenset()
         self._controller = LeaseWatch(options.directory, PATIENCE_SECONDS)
         self._writing = threading.Lock()
-        self._server_news = NewLines(options.directory / WORKERS / SERVER_NEWS)
+        self._server_news = NewLines(options.directory / WORKERS / SERVER_NEWS, awaits_bytes=True)
 
     def run(self, trainer: InProcess) -> int:
         self.write({"up": self.options.name, "process": os.getpid()})

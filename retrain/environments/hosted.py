@@ -38,7 +38,9 @@ class HostedEnvironment:
 
     def __init__(self, section: EnvironmentSection, folder: Path | None):
         self.section = section
-        target, arguments = _target(section, folder)
+        # Not as a path: another version of Python, which python may be, cannot unpickle the paths of Python 3.13.
+        base_dir = None if folder is None else str(folder.resolve())
+        target, arguments = _target(section, base_dir)
         self.name = section.provider or "tools"
         python = section.python
         if python is not None:
@@ -46,7 +48,7 @@ class HostedEnvironment:
         self.pools = [
             WorkerPool(
                 "retrain.environments.hosting:serve",
-                {"target": target, "arguments": arguments, "folder": folder},
+                {"target": target, "arguments": arguments, "folder": base_dir},
                 workers=1,
                 limits=WorkerLimits(section.timeout_s, int(section.memory_gb * 2**30), START_SECONDS),
                 subject="the environment" if section.provider else "the tool",
@@ -193,7 +195,7 @@ class HostedEpisode:
         return reply.value
 
 
-def _target(section: EnvironmentSection, folder: Path | None) -> tuple[str, dict[str, object]]:
+def _target(section: EnvironmentSection, folder: str | None) -> tuple[str, dict[str, object]]:
     if section.provider is None:
         return TOOLS, {"tools": section.tools, "folder": folder}
     if section.provider in PROVIDERS:

@@ -26,9 +26,9 @@ class MessagesTooLong(Exception):
     pass
 
 
-def serve(target: str, arguments: Mapping[str, object], folder: Path | None) -> Callable[[tuple[object, ...]], object]:
+def serve(target: str, arguments: Mapping[str, object], folder: str | None) -> Callable[[tuple[object, ...]], object]:
     """Create the environment ``module:Class`` and return a function that runs jobs in it. Raises PluginError."""
-    return Host(load_function(target, folder, "provider ="), arguments)
+    return Host(load_function(target, None if folder is None else Path(folder), "provider ="), arguments)
 
 
 class Host:

@@ -36,11 +36,11 @@ class ToolUse:
     """
 
     def __init__(
-        self, tools: Sequence[str | Mapping[str, object]], folder: Path | None = None, result_characters: int = 4000
+        self, tools: Sequence[str | Mapping[str, object]], folder: str | None = None, result_characters: int = 4000
     ):
         self.tools: dict[str, Tool] = {}
         for entry in tools:
-            tool = _loaded(entry, folder)
+            tool = _loaded(entry, None if folder is None else Path(folder))
             if tool.name in self.tools:
                 raise PluginError(f"two tools are named {tool.name!r}; rename one of the functions")
             self.tools[tool.name] = tool

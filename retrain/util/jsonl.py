@@ -37,18 +37,19 @@ class LineMark(NamedTuple):
 class NewLines:
     """The complete lines of a growing file that may not exist yet; each iteration continues after ``mark``.
 
-    The file is reopened each time, because NFS shows another machine the state at which the writer last closed it. A
-    line whose bytes NFS still shows as zeros is not complete.
+    The file is reopened each time, because NFS shows another machine the state at which the writer last closed it.
+    ``awaits_bytes``: a line that contains zero bytes is not complete, because NFS can show a file's new length before
+    its bytes. Without it such a line is yielded, as any damaged line, and does not hide the lines after it.
     """
 
-    def __init__(self, path: Path, mark: LineMark | None = None):
-        self.path, self.mark = path, mark or LineMark()
+    def __init__(self, path: Path, mark: LineMark | None = None, awaits_bytes: bool = False):
+        self.path, self.mark, self.awaits_bytes = path, mark or LineMark(), awaits_bytes
 
     def __iter__(self) -> Iterator[bytes]:
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             file.seek(self.mark.end)
             for line in file:
-                if not line.endswith(b"\n") or b"\0" in line:
+                if not line.endswith(b"\n") or (self.awaits_bytes and b"\0" in line):
                     return
                 self.mark = LineMark.of(line, self.mark.end + len(line))
                 yield line

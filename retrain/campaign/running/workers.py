@@ -90,7 +90,8 @@ class WorkerSlot:
 
     def follow(self, process: int) -> None:
         self.process, self.is_occupied, self.dead_since = process, True, 0.0
-        self.events, self.reported_end, self.fault = NewLines(events_of(self.home, process)), None, ""
+        self.events = NewLines(events_of(self.home, process), awaits_bytes=True)
+        self.reported_end, self.fault = None, ""
         self.lease = LeaseWatch(self.home, SILENCE_SECONDS)
 
     def vacate(self) -> None:

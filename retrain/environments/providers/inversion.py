@@ -107,9 +107,9 @@ class InvertedEpisode:
         self._randomness = OwnRandomness(str(seed))
         self._request: Request | None = None
         self._tools: list[ToolSchema] | None = None
-        self._messages: list[Message] = []  # Messages of the request, and the keys of those that it had before
-        self._before: list[MessageKey] = []
+        self._messages: list[Message] = []  # Messages of the current request
         self._seen: list[MessageKey] = []  # Keys of the messages that the policy has read or written
+        self._before: list[MessageKey] = []  # The same before the current request
         self._failure: str | None = None
         self._texts: dict[MessageKey, str] = {}
         """The policy's texts, by the keys of the messages in which the harness got them."""
@@ -158,7 +158,7 @@ class InvertedEpisode:
             self._failure = str(error)
 
     def _read(self, request: Request) -> None:
-        """Read the messages of a request. Raises PluginError for content that is not text, and for other tools."""
+        """Read the messages of a request. Raises PluginError for content that is not text, and for changed tools."""
         if self._tools is not None and request.tools != self._tools:
             raise PluginError("it offers other tools than at the beginning of the episode, which is not supported")
         self._tools, self._messages = request.tools, chat_messages(request.messages, KEYS)

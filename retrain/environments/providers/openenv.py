@@ -295,11 +295,11 @@ class OpenEnvEpisode:
 
     def _send(self, action: Mapping[str, object]) -> ServerReply:
         """Send an action. Raises ValueError, with a message for the policy, if the server says that it is invalid."""
-        return self._call(lambda: self._client.step(action), refuses="That is not a valid action.")
+        return self._call(lambda: self._client.step(action), rejection="That is not a valid action.")
 
-    def _call(self, call: Callable[[], T], refuses: str = "") -> T:
-        """Call the client. Raises ValueError with the text ``refuses``, if there is one, if the server says that the
-        action is invalid, and PluginError, with the server's address, for every other error."""
+    def _call(self, call: Callable[[], T], rejection: str = "") -> T:
+        """Call the client. ``rejection``: text of the ValueError that is raised if the server says that the action is
+        invalid. Raises PluginError, with the server's address, for every other error."""
         try:
             return call()
         except TimeoutError as error:
@@ -308,8 +308,8 @@ class OpenEnvEpisode:
         except Exception as error:  # the client passes on exceptions of its sockets
             text = printable(str(error)) or type(error).__name__
             code = re.search(r"\(code: (\w+)\)$", text)
-            if refuses and code is not None and code[1] == INVALID_ACTION:
-                raise ValueError(refuses) from error
+            if rejection and code is not None and code[1] == INVALID_ACTION:
+                raise ValueError(rejection) from error
             # A full server reports it and closes; whether the report is read before is a race.
             is_full = "received 1000" in text if code is None else code[1] == "CAPACITY_REACHED"
             fault = f"the connection to {self.url} is lost" if code is None else f"{self.url} answered with an error"

@@ -25,7 +25,7 @@ from retrain.environments.providers.reasoning_gym_tasks import (
     DataSetCheck,
     Task,
     carried,
-    checked,
+    check_tasks,
     entry_of,
     score,
 )
@@ -115,7 +115,7 @@ class ReasoningGym:
     def _drawn(self) -> list[Problem]:
         names, weights = [part.name for part in self.parts], [part.weight for part in self.parts]
         drawn = random.Random(self.seed).choices(names, weights, k=self.size + self.heldout)
-        checks = checked(self._tasks.values(), CHECK_SECONDS)
+        checks = check_tasks(self._tasks.values(), CHECK_SECONDS)
         if refused := [f"{name} ({reason})" for name, reason, _ in checks if reason]:
             raise DataError(f"{OWNER}: nothing can be learned from {'; '.join(refused)}: take other data sets")
         problems, numbers = [], {name: count() for name in self._tasks}
@@ -125,9 +125,9 @@ class ReasoningGym:
             try:
                 entry = self._tasks[name].entry(datasets[name], index)
                 facts = {"task": name, "index": index, "entry": carried(entry)}
+                question, answer = str(entry["question"]), str(entry["answer"])
             except Exception as error:
                 raise DataError(f"{OWNER}: problems of {name} cannot be made: {described(error)}") from None
-            question, answer = str(entry["question"]), str(entry["answer"])
             problems.append(Problem(f"{name}/{self.seed}/{index}", question, answer, (name,), facts))
         return problems
 
@@ -154,7 +154,7 @@ def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Dat
     an unknown name, MissingExtra without reasoning-gym."""
     for name in names or ():
         _require_known(name)
-    return checked([Task(name, 0, 100, {}) for name in (data_sets() if names is None else names)], seconds)
+    return check_tasks([Task(name, 0, 100, {}) for name in (data_sets() if names is None else names)], seconds)
 
 
 def data_sets() -> list[str]:

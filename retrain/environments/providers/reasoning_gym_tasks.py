@@ -1,8 +1,8 @@
 """Generate reasoning-gym's problems, and check its tasks in a worker process before training.
 
 Some tasks draw from global generators or iterate over sets, so that a seed gives other problems in another process.
-Here the generators are seeded for each problem, and worker processes, in which environments run too, have a fixed hash
-seed: so all tasks are reproducible. A task that hangs costs only its time limit.
+Here the generators are seeded for each problem, and worker processes, which run both checks and environments, have a
+fixed hash seed: so all tasks are reproducible. A task that hangs costs only its time limit.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class DataSetCheck(NamedTuple):
     seconds: float
 
 
-def checked(tasks: Iterable[Task], seconds: float) -> list[DataSetCheck]:
-    """Check tasks in a worker process. Exceeding ``seconds``, or ending the process, is a fault of a task too."""
+def check_tasks(tasks: Iterable[Task], seconds: float) -> list[DataSetCheck]:
+    """Check tasks in a worker process. A task that takes longer than ``seconds``, or ends the process, is at fault."""
     limits = WorkerLimits(seconds, resource.getrlimit(resource.RLIMIT_DATA)[0])
     checks = []
     with contextlib.closing(

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from retrain.environments.arguments import refuse_unknown, validated
-from retrain.environments.providers.styles_cookbook import HELD_OUT, Cookbook, dataset_builders
+from retrain.environments.providers.styles_cookbook import HELD_OUT, Builders, Cookbook, dataset_builders
 from retrain.environments.providers.styles_graded import GradedEnvironment, Run
 from retrain.errors import PluginError, UsageError
 
@@ -85,16 +85,19 @@ def _seeded(
     heldout, total = split.heldout, split.heldout + split.size
     seeds = {HELD_OUT: range(heldout), "train": range(heldout, total)}
 
-    def builder(seed: int) -> SimpleNamespace:
+    def builder(_: str, seed: int) -> SimpleNamespace:
         return SimpleNamespace(make_envs=lambda: [written(**arguments, seed=seed)])
 
-    builders = {part: {seed: builder(seed) for seed in numbers} for part, numbers in seeds.items()}
-    return Cookbook(written, builders.__getitem__, owner, run)
+    return Cookbook(written, Builders(seeds.__getitem__, builder), owner, run)
 
 
 def _check(written: Callable[..., object], arguments: Mapping[str, object]) -> None:
     try:
-        inspect.signature(written).bind(**arguments)
+        signature = inspect.signature(written)
+    except ValueError:  # a class without a signature, such as a subclass of dict without __init__
+        return
+    try:
+        signature.bind(**arguments)
     except TypeError as error:
         raise UsageError(f"[environment] args: {error}") from None
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from retrain.environments.protocol import Observation, Step
 from retrain.environments.providers.styles_graded import AdaptedEnvironment, Run, chat, continued, numbers_of
@@ -26,22 +26,31 @@ from retrain.rewards.base import failed
 from retrain.types import Action, Message, Problem, RewardResult
 
 HELD_OUT = "held out"
-Builders = Callable[[str], Mapping[int, Any]]  # Builders of "train" or HELD_OUT by the number of their problem
+
+
+class Builders(NamedTuple):
+    """Builders of the problems of a split, "train" or HELD_OUT: ``numbers`` returns the problems' numbers, ``make`` the
+    builder of one of them."""
+
+    numbers: Callable[[str], Sequence[int]]
+    make: Callable[[str, int], Any]
 
 
 def dataset_builders(train: Any, test: Any, heldout: int | None, owner: str) -> Builders:
-    """Return the builders in the batches of data sets. Held out are those of ``test``; if None, the last ``heldout`` of
-    ``train``."""
+    """Return the builders in the batches of data sets. Those of ``test`` are held out or, if it is None, the last
+    ``heldout`` of ``train``."""
     sources = {"train": train, HELD_OUT: train if test is None else test}
 
     @cache
-    def builders(split: str) -> Mapping[int, Any]:
+    def made(split: str) -> Sequence[Any]:
         source = sources[split]
-        made = [builder for batch in range(len(source)) for builder in source.get_batch(batch)]
-        numbers = numbers_of(split, len(made), heldout, owner) if test is None else range(len(made))
-        return {number: made[number] for number in numbers}
+        return [builder for batch in range(len(source)) for builder in source.get_batch(batch)]
 
-    return builders
+    def numbers(split: str) -> Sequence[int]:
+        total = len(made(split))
+        return numbers_of(split, total, heldout, owner) if test is None else range(total)
+
+    return Builders(numbers, lambda split, number: made(split)[number])
 
 
 class Cookbook(AdaptedEnvironment):
@@ -53,11 +62,11 @@ class Cookbook(AdaptedEnvironment):
         where = "train" if split == "train" else HELD_OUT
         return [
             Problem(f"{where}/{number}", f"{where} problem {number}", "", (), {"split": where, "number": number})
-            for number in self.builders(where)
+            for number in self.builders.numbers(where)
         ]
 
     def start(self, problem: Problem, seed: int) -> CookbookEpisode:
-        builder = self.builders(problem.metadata["split"])[problem.metadata["number"]]
+        builder = self.builders.make(problem.metadata["split"], problem.metadata["number"])
         environments = self.run(builder.make_envs())
         if not environments:
             raise PluginError(f"{self.owner}: make_envs() made no environment")

@@ -117,7 +117,7 @@ class Tasksets:
 
             def begun(trace: Trace) -> None:
                 current.append(trace.id)
-                if len(current) > 1:  # of a retry, the first run is discarded before
+                if len(current) > 1:  # not a retry: the library discards a failed run before it begins the next
                     raise RuntimeError(self._several_runs("a second time"))
                 channels[trace.id] = channel
 
@@ -204,7 +204,7 @@ def _tolerant_hooks(hooks: Callable[[str], list[Hook]], kind: str) -> list[Hook]
     does not change the reward."""
 
     def decides(hook: Hook) -> bool:
-        return kind == "stop" or (kind == "reward" and bool(getattr(hook, "_vf_weight", 1.0)))
+        return kind != "metric" and (kind != "reward" or bool(getattr(hook, "_vf_weight", 1.0)))
 
     return [hook if decides(hook) else _tolerant(hook) for hook in hooks(kind)]
 

@@ -63,7 +63,7 @@ def test_a_new_controller_keeps_claims_and_withdraws_what_waits(tasks, tmp_path)
 
 
 def test_events_are_read_line_by_line_as_they_are_complete(tmp_path):
-    events = NewLines(tmp_path / "events_1.jsonl")
+    events = NewLines(tmp_path / "events_1.jsonl", awaits_bytes=True)
 
     def rows() -> list[dict]:
         return list(map(parse_row, events))

@@ -1,3 +1,4 @@
+import importlib
 import os
 import sys
 import time
@@ -110,6 +111,20 @@ def test_a_reward_outside_the_declared_range_is_no_reward(host):
     assert [(result.total_reward, result.error) for result in made.results(episodes)] == [(None, fault)] * 4
     with pytest.raises(DataError, match=r"the reward is 10, outside the declared range \[0, 9\] for an episode of"):
         made.examine(problem)
+
+
+class PathOfAnotherPython(type(Path())):
+    """Cannot be unpickled, as the paths of Python 3.13 in Python 3.12."""
+
+    def __reduce__(self):
+        return importlib.import_module, ("pathlib.absent",)
+
+
+def test_another_python_need_not_know_the_class_of_a_path(host):
+    folder = PathOfAnotherPython(HERE)
+    assert len(host(folder, python=sys.executable).problems("train")) == 6
+    tools = host(folder, provider=None, tools=["calculator"], python=sys.executable)
+    assert tools.exact
 
 
 class Leak(Echo):

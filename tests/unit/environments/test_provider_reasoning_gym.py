@@ -14,7 +14,7 @@ pytest.importorskip("reasoning_gym", reason="pip install '.[gym]'")
 from retrain.config.tasks import EnvironmentSection
 from retrain.environments.hosted import HostedEnvironment
 from retrain.environments.providers.reasoning_gym import ReasoningGym, check, data_sets
-from retrain.environments.providers.reasoning_gym_tasks import Task, checked, entry_of
+from retrain.environments.providers.reasoning_gym_tasks import Task, check_tasks, entry_of
 
 
 def sums(**arguments):
@@ -110,8 +110,8 @@ def test_tasks_repeat_in_another_process_and_a_slow_one_is_cut_off(monkeypatch):
         assert os.environ["PYTHONHASHSEED"] == hash_seed
     assert made[0] == made[1]
     random.seed(1)
-    (slow,) = checked([Task("knight_swap", 0, 100, {})], 0.05)
-    (absent,) = checked([Task("absent", 0, 100, {})], 60)
+    (slow,) = check_tasks([Task("knight_swap", 0, 100, {})], 0.05)
+    (absent,) = check_tasks([Task("absent", 0, 100, {})], 60)
     assert slow.reason == "it takes longer than 0.05 s"
     assert "absent" in absent.reason
     assert random.random() == random.Random(1).random()

@@ -1,5 +1,6 @@
 import asyncio
 import inspect
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,6 +51,16 @@ class GuessTwice:
 
 def test_an_environment_of_ours_stays_as_it_is():
     assert isinstance(adapted(GuessTwice, problems=[Problem("a", "guess", "")]), GuessTwice)
+
+
+class WithoutSignature(dict):
+    """Subclass of a built-in type: ``inspect.signature`` raises ValueError for it."""
+
+    start, problems = GuessTwice.start, GuessTwice.problems
+
+
+def test_an_environment_without_a_signature_is_made():
+    assert adapted(WithoutSignature, size=3) == {"size": 3}
 
 
 def reward(total, metrics=(), tags=()):
@@ -232,6 +243,17 @@ class WordsBuilder:
 
     async def __call__(self):
         return Words(), Words(words=("xy", "zz")) if self.held else None
+
+
+def test_builders_of_seeds_are_made_when_their_episodes_begin():
+    tracemalloc.start()
+    try:
+        environment = adapted(Counting, size=1_000_000)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    last = Problem("train/1000199", "", "", (), {"split": "train", "number": 1_000_199})
+    assert environment.start(last, 0).observe().messages[0]["content"] == "after 1000199?"
 
 
 def test_text_that_is_not_async():

@@ -349,6 +349,6 @@ def test_tools_that_cannot_be_loaded(entry, fault):
 
 def test_tools_are_looked_up_in_the_folders(tmp_path, import_path):
     (tmp_path / "tools_beside.py").write_text('def more(n: int) -> int:\n    """Add one."""\n    return n + 1\n')
-    episode = begun("tools_beside:more", folder=tmp_path)
+    episode = begun("tools_beside:more", folder=str(tmp_path))
     assert answers(episode, call("more", n=1)) == ["2"]
     sys.modules.pop("tools_beside")

@@ -130,6 +130,9 @@ def test_the_last_row_of_a_long_file_with_a_torn_end(tmp_path):
     ):
         path.write_text(text)
         assert last_row(path).get("step") == step_number
+    path.write_bytes(b'{"step": 1}\n\0\0\0\n')
+    with pytest.raises(CheckpointError, match=r"the last line of .* is damaged"):
+        last_row(path)
 
 
 def test_facts_hold_types_and_versions_and_no_environment_variables(monkeypatch):

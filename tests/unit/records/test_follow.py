@@ -29,7 +29,7 @@ def test_a_tail_gives_every_complete_row_once_and_reads_only_what_is_new(tmp_pat
     with open(path, "r+b") as file:
         file.write(b"\xff" * 50)  # unreadable now, if it were read again
     with open(path, "ab") as file:
-        file.write(b'2}\n"text"\n{"n": 3, "to\xc3\n{"n": 4}\n')
+        file.write(b'2}\n"text"\n{"n": 3, "to\xc3\n\0\0\0\n{"n": 4}\n')
     assert tail.rows() == (False, [{"n": 2}, {"n": 4}])  # a damaged line costs itself only
     path.unlink()
     assert tail.rows() == (True, [])
