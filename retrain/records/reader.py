@@ -44,7 +44,7 @@ def metrics_rows(directory: Path) -> list[Row]:
 
 def evaluation_rows(directory: Path, held_out: str | None = None) -> list[Row]:
     """Return the rows of ``evals.jsonl``; with ``held_out`` those of this held-out set."""
-    return [row for row in iter_jsonl(directory / layout.EVALS) if held_out in (None, row.get("name"))]
+    return [row for row in iter_jsonl(directory / layout.EVALS) if held_out is None or row.get("name") == held_out]
 
 
 def held_out_completions(directory: Path, held_out: str | None) -> list[Row]:
