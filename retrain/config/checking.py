@@ -83,7 +83,7 @@ class KeyLocations:
 
 
 class Row(NamedTuple):
-    """Where a condition stands in the file: its number, the path of its table, and the paths of its overrides by dotted
+    """Place of a condition in the file: its number, the path of its table, and the paths of its overrides by dotted
     key. ``is_partial``: invalid overrides were removed."""
 
     index: int

@@ -12,7 +12,7 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -214,10 +214,8 @@ class CampaignWorkers:
                 time.sleep(TICK_SECONDS / 5)
             for slot in running:
                 self._kill(slot)
-        try:
+        with closing(self.executor):
             self.servers.close()  # by way of the cluster from which the executor disconnects
-        finally:
-            self.executor.close()
         for slot in self._slots.values():
             for path in slot.home.glob("events_*.jsonl"):
                 path.unlink(missing_ok=True)
