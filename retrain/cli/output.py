@@ -92,7 +92,7 @@ def print_tables_of(summary: Values, plain: bool) -> None:
         print(*lines, "", sep="\n")
     for run in summary["runs"]:
         if run["state"] == "failed":
-            print(visible(f"failed      {run['run_id']}: {run['reason']}"))
+            print(f"failed      {run['run_id']}: {visible(str(run['reason']))}")
     for name, path in summary["paths"].items():
         print(f"{name:<12}{path}")
     directory = Path(summary["paths"]["directory"])
