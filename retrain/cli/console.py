@@ -322,13 +322,23 @@ def _table(
     columns = [column for column in columns if width >= column.room]
     header, style = ("bold dim", "dim") if is_dim else ("bold", "")
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=header, style=style)
-    table.add_column(name, overflow="ellipsis", min_width=12 if is_dim else 8)
+    cells = [[column.cell(view, row) for column in columns] for view, row in rows]
+    taken = sum(
+        max(column.least, len(column.heading), *map(_text_width, values)) + 1
+        for column, *values in zip(columns, *cells, strict=True)
+    )
+    least = 12 if is_dim else 8  # without these bounds rich would shrink the names to nothing before any other column
+    table.add_column(name, no_wrap=True, overflow="ellipsis", min_width=least, max_width=max(least, width - taken))
     for column in columns:
-        table.add_column(column.heading, justify="right", no_wrap=True, min_width=column.least)
-    for view, row in rows:
-        run = Text(visible(view.run_id), "" if is_dim else STATE_STYLES[view.state], no_wrap=True)
-        table.add_row(run, *(column.cell(view, row) for column in columns))
+        table.add_column(Text(visible(column.heading)), justify="right", no_wrap=True, min_width=column.least)
+    for (view, _), values in zip(rows, cells, strict=True):
+        table.add_row(Text(visible(view.run_id), "" if is_dim else STATE_STYLES[view.state]), *values)
     return table
+
+
+def _text_width(cell: RenderableType) -> int:
+    """Return the columns of a text; 0 for a progress bar, whose column has its width."""
+    return len(cell) if isinstance(cell, str | Text) else 0
 
 
 def status_view(status: Values, width: int = 80) -> RenderableType:
@@ -340,7 +350,7 @@ def status_view(status: Values, width: int = 80) -> RenderableType:
             worker=run["worker"] or "", steps_done=run["step"], max_steps=run["max_steps"], row=run["row"],
             evaluations={name: AccuracyChange(**rates) for name, rates in run["evaluations"].items()},
         )  # fmt: skip
-    notes = [Text(f"{run['run_id']}: {run['reason']}", style="red") for run in status["runs"] if run["reason"]]
+    notes = [Text(visible(f"{run['run_id']}: {run['reason']}"), style="red") for run in status["runs"] if run["reason"]]
     ages = [run["age_s"] for run in status["runs"] if run["age_s"] is not None]
     if ages:
         notes.append(Text(f"last row written {duration(min(ages))} ago", style="dim"))

@@ -43,7 +43,7 @@ def print_report(
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left_aligned: Sequence[str] = ()) -> None:
-    cells = [list(map(Text, row)) for row in rows]
+    cells = [[Text(one_line(cell)) for cell in row] for row in rows]
     print_rich(lambda width: table(headings, cells, left_aligned))
 
 
@@ -58,7 +58,8 @@ def print_rich(view_of: Callable[[int], RenderableType], plain: bool = False) ->
 
 
 def plain_text(view: RenderableType) -> str:
-    console = Console(file=io.StringIO(), width=PLAIN, color_system=None)
+    # force_terminal: FORCE_COLOR would make it a terminal, and TERM=dumb one of 80 columns
+    console = Console(file=io.StringIO(), width=PLAIN, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(view)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
@@ -68,10 +69,10 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Text]], left_aligned:
     """Return a table without lines; ``gap``: columns between its cells. Left-aligned cells break into lines."""
     result = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
     for heading in headings:
-        is_left = heading in left_aligned
-        wraps = is_left and bool(heading)
-        overflow = "fold" if wraps else "ellipsis"
-        result.add_column(heading, justify="left" if is_left else "right", no_wrap=not wraps, overflow=overflow)
+        justify = "left" if heading in left_aligned else "right"
+        wraps = bool(heading) and justify == "left"
+        title, overflow = Text(one_line(heading)), "fold" if wraps else "ellipsis"
+        result.add_column(title, justify=justify, no_wrap=not wraps, overflow=overflow)
     for row in rows:
         result.add_row(*row)
     return result
@@ -92,7 +93,7 @@ def print_tables_of(summary: Values, plain: bool) -> None:
         print(*lines, "", sep="\n")
     for run in summary["runs"]:
         if run["state"] == "failed":
-            print(f"failed      {run['run_id']}: {run['reason']}")
+            print(f"failed      {run['run_id']}: {visible(str(run['reason']))}")
     for name, path in summary["paths"].items():
         print(f"{name:<12}{path}")
     directory = Path(summary["paths"]["directory"])

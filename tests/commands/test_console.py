@@ -6,8 +6,8 @@ import pytest
 from helpers.records import context, evaluation, group, step
 from rich.console import Console
 
-from retrain.cli.console import Board, LiveConsole, PlainConsole, board_view, make_console
-from retrain.cli.output import comparison_table, plain_text, squeeze_line, squeeze_table
+from retrain.cli.console import Board, LiveConsole, PlainConsole, board_view, make_console, status_view
+from retrain.cli.output import comparison_table, plain_text, print_table, squeeze_line, squeeze_table
 from retrain.records.measure import measure_step
 from retrain.records.schema.rows import START
 from retrain.records.scores import eval_row
@@ -126,6 +126,30 @@ def test_the_live_console_obeys_nothing_that_a_model_wrote():
     assert "last steps" in text
 
 
+def test_names_and_reasons_of_files_are_shown_as_they_are():
+    """Rich would read a name in brackets as markup, and the terminal would obey an escape sequence."""
+    run = {
+        "run_id": "a_s1", "label": "a", "seed": 1, "state": "failed", "reason": NASTY, "worker": None, "step": 0,
+        "max_steps": 4, "row": {}, "age_s": None,
+        "evaluations": {name: {"before": 0.5, "now": None} for name in ("heldout", "[red]hard")},
+    }  # fmt: skip
+    stream = io.StringIO()
+    console = Console(file=stream, width=120, force_terminal=True, color_system=None)
+    console.print(status_view({"runs": [run], "recommended_rank": None}, 120))
+    assert "[red]hard" in stream.getvalue()
+    assert "a_s1: [bold red]<b>␛[2J␛]0;owned" in stream.getvalue()
+
+
+@pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1", "TERM": "dumb"}])
+def test_a_table_in_a_pipe_has_one_line_for_each_row(variables, monkeypatch, capsys):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    print_table(("run", "[red]hard :x:"), [("a", "long " * 50 + "\n\x1b[31mend"), ("b", "[bold]short")], ("run",))
+    long = "long " * 50 + r"\n\x1b[31mend"
+    lines = [f"run  {'[red]hard :x:':>{len(long)}}", f"a    {long}", f"b    {'[bold]short':>{len(long)}}"]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
 def test_which_console(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -208,6 +232,18 @@ def test_the_recommended_rank():
     untrained = SQUEEZE | {"rows": [], "recommended_rank": None, "message": "The adapter is untrained."}
     assert squeeze_line(untrained) == "The adapter is untrained."
     assert "untrained" in plain_text(squeeze_table(untrained))
+
+
+@pytest.mark.parametrize("width", [30, 56, 100])
+def test_names_of_runs_keep_eight_columns_beside_workers_and_further_sets(width):
+    board = Board()
+    play(board, count=2)
+    for spec in specs(2):
+        board.placed(spec, "host3.cluster gpu:1")
+        for name in ("hard", "math-500"):
+            board.evaluated(spec, name, eval_row(evaluation([group([1.0, 0.0], [3, 3])], name=name)))
+    names = [line[:7] for line in draw(board, width=width).splitlines()]
+    assert names[:3] == ["run    ", "grpo+no", "maxrl+n"]
 
 
 @pytest.mark.parametrize(("width", "last"), [(40, "correct"), (60, "held-out"), (110, "λ")])
