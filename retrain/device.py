@@ -207,13 +207,27 @@ def resolve_device(devices: str) -> torch.device:
 
 def total_memory(device: torch.device) -> int:
     """Return the bytes of the device's memory, or of this process's share of it."""
+    return int(memory_share() * physical_memory(device))
+
+
+def physical_memory(device: torch.device) -> int:
     import torch
 
     if device.type == "cuda":
-        return int(memory_share() * torch.cuda.get_device_properties(device).total_memory)
+        return torch.cuda.get_device_properties(device).total_memory
     import psutil
 
-    return int(memory_share() * psutil.virtual_memory().total)
+    return psutil.virtual_memory().total
+
+
+def limit_memory(device: torch.device, most: int) -> None:
+    """Limit this process to ``most`` bytes of the GPU from now on: another process on it counts on the rest, and what
+    goes beyond is an out-of-memory error here, not there."""
+    import torch
+
+    share = min(memory_share(), most / physical_memory(device))
+    os.environ[MEMORY_SHARE] = repr(share)
+    torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -324,12 +338,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def available_memory(device: torch.device | None = None) -> int:
     """Return the bytes that can still be allocated, within this process's share: on a GPU the memory that is free or
-    cached by torch, else the machine's available memory."""
+    cached by torch, else the machine's available memory. On a GPU that is divided, what is free depends on what others
+    use at the moment, so that the whole share counts."""
     import torch
 
     if device is not None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_allocated(device)
+        if memory_share() < 1:
+            return total_memory(device) - allocated
         return min(free + torch.cuda.memory_reserved(device) - allocated, total_memory(device) - allocated)
     import psutil
 

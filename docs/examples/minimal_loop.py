@@ -22,13 +22,13 @@ from retrain.algorithms.losses import PPO
 from retrain.config import parse_dict
 from retrain.data.arithmetic import arithmetic_problems
 from retrain.data.prompts import render
-from retrain.engines import LocalEngine, PolicyRef, SampleRequest
+from retrain.engines.local import LocalEngine
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.objective import Objective, PolicyTerm
 from retrain.rewards.base import MatchReward
-from retrain.types import Denominators, Sample, StepBatch
+from retrain.types import Denominators, PolicyRef, Sample, SampleRequest, StepBatch
 
 PROMPTS, SAMPLES, MAX_TOKENS, LR, SEED = 8, 8, 80, 2e-3, 0
 

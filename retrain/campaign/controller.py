@@ -15,6 +15,7 @@ from signal import SIGINT
 
 from retrain.campaign.executors.table import EXECUTORS
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
+from retrain.campaign.planning.engine import with_engine
 from retrain.campaign.planning.manifest import (
     CampaignObserver,
     CampaignOutcome,
@@ -38,7 +39,16 @@ from retrain.campaign.running.workers import CampaignWorkers, can_adopt_workers
 from retrain.config import LoadedConfig
 from retrain.config.runs import RunSpec, run_directory, without_sepa
 from retrain.device import torchrun_rank
-from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError, UsageError, WorkersLost, plural
+from retrain.errors import (
+    DeviceLost,
+    RetrainError,
+    ServerFailed,
+    ServerNotStarted,
+    StorageError,
+    UsageError,
+    WorkersLost,
+    plural,
+)
 from retrain.files import write_bytes, write_json
 from retrain.ownership import remove_leftovers
 from retrain.records.environment import run_facts, system_files
@@ -57,9 +67,18 @@ from retrain.verdicts.report import write_report
 
 def launch(
     loaded: LoadedConfig, out: Path | None, observer: Observer, retry_failed: bool = False,
-    approval: Approval | None = None, registry: str = "",
+    approval: Approval | None = None, registry: str = "", choose: Callable[..., Plan] = with_engine,
 ) -> CampaignOutcome:  # fmt: skip
-    return execute(check(Plan.of(loaded, out, registry)), observer, retry_failed, approval)
+    """Plan a file, check it and train it. ``choose`` settles the plan's engine; if ``engine = "auto"`` led to a vLLM
+    that does not start, retrain's own engine takes its place."""
+    planned = Plan.of(loaded, out, registry)
+    try:
+        return execute(check(choose(planned)), observer, retry_failed, approval)
+    except ServerNotStarted as error:
+        if loaded.config.inference.engine != "auto":
+            raise
+        plan = choose(planned, broken=f"vLLM did not start ({error.reason})")
+        return execute(check(plan), observer, retry_failed, approval)
 
 
 def resume(
@@ -291,6 +310,8 @@ class Controller:
             )
         if todo:
             require_packages((spec.config for spec in todo), self.plan.folder)
+            for note in self.plan.notes:
+                self.observer.message(note)
             self.observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
         elif not failed:
             self.observer.message(

@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import psutil
 
+from retrain.campaign.planning.engine import with_engine
 from retrain.campaign.planning.plan import Plan, cut, seeds_before_interim
 from retrain.campaign.planning.references import data_problems
 from retrain.cli import formulas
@@ -19,7 +21,7 @@ from retrain.config.campaign import condition_name
 from retrain.config.evaluation import HeldOut, part_evaluations, whole_evaluations
 from retrain.config.runs import RunSpec, differences
 from retrain.device import cpu_build, nvidia_gpus
-from retrain.errors import listed, plural
+from retrain.errors import UsageError, listed, plural
 from retrain.models.layers import Architecture, architecture_of
 from retrain.records.schema.layout import CAMPAIGN_FILES, ONLY_OF_CAMPAIGNS, RUN_FILES
 from retrain.training import estimate
@@ -209,6 +211,8 @@ def print_costs(plan: Plan, works: list[RunSize], prompt_tokens: int | None) -> 
         print_line("cohorts", f"{cohorts}, for {plural(workers, 'worker')}")
     for text in idle_text(specs, len(groups), workers, gpus):
         print_line("idle", text)
+    with suppress(UsageError):  # no GPU here for a vLLM that the file asks for: it may train elsewhere
+        print_lines("engine", with_engine(plan).notes)
     print_line("time", time_text(plan, works, device, len(groups), workers if gpus else 1))
 
 

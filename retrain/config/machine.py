@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from retrain.config.base import (
     ActiveIf,
@@ -79,9 +79,13 @@ class BackendSection(Section, role=Role.SAMPLES):
 
 SERVERS = ("vllm", "sglang", "openai")
 """Values of ``engine`` that sample from servers."""
+AUTO = "auto"
+OWN_ENGINE: dict[str, str | bool] = {"engine": "local", "sleep": False}
+"""Values that a plan has in place of ``auto`` where it samples with retrain's own engine, as all did once."""
 _ELSEWHERE = ("there is no such engine here", 'engine = "vllm", or "openai" for a compatible server')
-_OF_SERVERS = ActiveIf("inference.engine", SERVERS)
-_WHERE_WATCHED = ActiveIf("inference.engine", SERVERS, unless="model.quantized", unless_text="[model] quantize")
+_MAYBE_SERVED = (*SERVERS, AUTO)
+_OF_SERVERS = ActiveIf("inference.engine", _MAYBE_SERVED)
+_WHERE_WATCHED = ActiveIf("inference.engine", _MAYBE_SERVED, unless="model.quantized", unless_text="[model] quantize")
 MISMATCH_LIMITS = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 0.02}
 """Defaults of ``mismatch_limit`` (nats²) by the base's number format. Correct servers measure 1e-9 in float32 and 1e-4
 to 3e-3 in bfloat16. With an adapter that is one update old, float32 is far above its limit."""
@@ -100,11 +104,12 @@ class Inference(Section, role=Role.SAMPLES):
     """Engine of completions: the trained model, or servers that hold the same base and load the adapters."""
 
     engine: Annotated[
-        Literal["local", "vllm", "sglang", "openai"],
+        Literal["auto", "local", "vllm", "sglang", "openai"],
         BeforeValidator(lambda value: "local" if value == "pytorch" else value),
         UnsupportedValues({name: _ELSEWHERE for name in ("max", "mlx")}),
-    ] = "local"
-    """`local`: the trained model also samples. `vllm`, `sglang`: servers of that kind. `openai`: servers with OpenAI's
+    ] = "auto"
+    """`auto`: `vllm` on a GPU where vLLM is installed and fits, else `local`; with `url` or `launch` always `vllm`.
+    `local`: the trained model also samples. `vllm`, `sglang`: servers of that kind. `openai`: servers with OpenAI's
     completions that return token ids and load adapters by vLLM's routes. `pytorch` is read as `local`."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Number format of the base model: `auto` is bfloat16 on a GPU and float32 on the CPU. Servers choose their own."""
@@ -116,13 +121,19 @@ class Inference(Section, role=Role.SAMPLES):
     ] = None
     """Address of a server such as `http://gpu1:8000`, or a list of several that share the load."""
     launch: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
-    """Command that starts a server for the campaign, in place of `url`, such as `vllm serve {model} --enable-lora
-    --max-lora-rank 32`; it is restarted when it dies or hangs. `{model}` (the directory of the model's files; those of
-    a hub model are downloaded first), `{host}` and `{port}` are filled in; if missing, a free port and `--host
-    127.0.0.1` are added. Output goes to `server.log` of the run or campaign. With workers, the controller starts it for
-    all of them; with `executor = "ray"` it runs on a node that Ray chooses, and listens at the node's address if the
-    cluster has other machines."""
-    replicas: Annotated[Count, Role.NAMES, ActiveIf("inference.engine", SERVERS)] = 1
+    """Command that starts a server for the campaign, in place of `url`. `auto`, the default of `engine = "vllm"`:
+    retrain composes vLLM's command and divides the GPU; `plan.json` has the result. Else a command such as `vllm serve
+    {model} --enable-lora --max-lora-rank 32`. The server is restarted when it dies or hangs. `{model}` (the directory
+    of the model's files; those of a hub model are downloaded first), `{host}` and `{port}` are filled in; if missing, a
+    free port and `--host 127.0.0.1` are added. Output goes to `server.log` of the run or campaign. With workers, the
+    controller starts it for all of them; with `executor = "ray"` it runs on a node that Ray chooses, and listens at the
+    node's address if the cluster has other machines."""
+    launch_options: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
+    """Options that are appended to the command of `launch = "auto"`; an option that is there already is replaced."""
+    python: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
+    """Python interpreter of another environment that holds vLLM, for `engine = "auto"` and `launch = "auto"`. Unset is
+    the one that runs retrain."""
+    replicas: Annotated[Count, Role.NAMES, _OF_SERVERS] = 1
     """Number of servers that `launch` starts; they share the load and log to `server_1.log` and so on."""
     launch_gpus: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
     """GPUs of the launched servers, as in CUDA_VISIBLE_DEVICES: `1`, or `1,2`; `replicas` divide them up in order.
@@ -141,9 +152,13 @@ class Inference(Section, role=Role.SAMPLES):
     for the start of a launched server."""
     max_in_flight: Annotated[Count, Role.SPEED, _OF_SERVERS] = 256
     """Most concurrent requests to a server."""
-    sleep: Annotated[bool, Role.SPEED, ActiveIf("inference.engine", ("vllm",))] = False
-    """Let vLLM free its GPU while this process trains on the same one; needs `--enable-sleep-mode`, and
-    VLLM_SERVER_DEV_MODE=1 in its environment (which `launch` sets)."""
+    sleep: Annotated[
+        bool | Literal["auto", "kv", "weights"], Role.SPEED, ActiveIf("inference.engine", ("vllm", AUTO))
+    ] = "auto"
+    """What vLLM frees of its GPU while this process trains on the same one: `kv`, its KV cache; `weights` (or `true`),
+    also its weights, which go to the machine's memory; `false`, nothing. `auto`: what `launch = "auto"` plans, and
+    nothing for other servers. Needs `--enable-sleep-mode`, and VLLM_SERVER_DEV_MODE=1 in the server's environment;
+    `launch` sets both."""
     swap: Annotated[Literal["between", "in_flight"], _OF_SERVERS] = "between"
     """With `max_off_policy_steps`: sample an episode to its end with the weights that began it (`between`), or each
     turn with the newest weights (`in_flight`); each token records its policy version."""
@@ -154,9 +169,30 @@ class Inference(Section, role=Role.SAMPLES):
     """`kl_sample_train_v2` (nats²) above which a run warns; it stops when the next step exceeds it too. Unset: 1e-4,
     and 0.02 with a base in bfloat16."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_unsaid(cls, data: object) -> object:
+        """Read a server without an engine as vLLM's, and vLLM without a server as one that retrain starts."""
+        if not isinstance(data, dict):
+            return data
+        engine, has_server = (
+            data.get("engine", AUTO),
+            any(str(data.get(key) or "").strip() for key in ("url", "launch")),
+        )
+        if engine == AUTO and has_server:
+            return data | {"engine": "vllm"}
+        return data if engine != "vllm" or has_server else data | {"launch": AUTO}
+
     @property
     def served(self) -> bool:
         return self.engine in SERVERS
+
+    @property
+    def released(self) -> Literal["", "kv", "weights"]:
+        """What a server on the trainer's GPU frees during updates; "" for servers that do not sleep."""
+        if self.sleep is True:
+            return "weights"
+        return self.sleep if self.sleep in ("kv", "weights") else ""
 
     def mismatch_limit_in(self, dtype: str) -> float:
         return self.mismatch_limit or MISMATCH_LIMITS.get(dtype, MISMATCH_LIMITS["bfloat16"])
@@ -167,6 +203,13 @@ class Inference(Section, role=Role.SAMPLES):
     def issues(self) -> Iterator[ConfigIssue]:
         if not self.served:
             return
+        if self.launch == AUTO and self.engine != "vllm":
+            fix = 'engine = "vllm", or the command of your server'
+            message = f'is "auto", which starts vLLM, and engine is "{self.engine}"'
+            yield ConfigIssue(("inference.launch", "inference.engine"), message, fix)
+        for key in ("launch_options", "python") if self.launch != AUTO else ():
+            if getattr(self, key) is not None:
+                yield ConfigIssue((f"inference.{key}", "inference.launch"), 'has no effect without launch = "auto"')
         if self.url is None and self.launch is None:
             message = f'is "{self.engine}", and neither url nor launch gives its server'
             fix = 'url = "http://127.0.0.1:8000", or launch = "vllm serve {model} --enable-lora"'

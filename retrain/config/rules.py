@@ -113,7 +113,11 @@ def server_executor_rules(config: Config) -> Iterator[ConfigIssue]:
     if executor == "ray" and inference.launch_gpus is not None:
         message = f'is "{inference.launch_gpus}", and with executor = "ray" the cluster assigns GPUs to servers'
         yield ConfigIssue(("inference.launch_gpus", "campaign.executor"), message, "[ray] server_gpus = 1")
-    if executor != "inprocess" and inference.sleep:
+    if executor != "inprocess" and inference.launch == "auto":
+        message = f'is "auto", which starts vLLM for one training process, and executor = "{executor}" has several'
+        fix = 'launch = "vllm serve {model} --enable-lora", with launch_gpus, or executor = "inprocess"'
+        yield ConfigIssue(("campaign.executor", "inference.launch"), message, fix)
+    elif executor != "inprocess" and inference.released:
         message = f'has servers sleep while one process trains, and executor = "{executor}" has several'
         yield ConfigIssue(("inference.sleep", "campaign.executor"), message, "sleep = false")
 
@@ -156,6 +160,9 @@ def server_rules(config: Config) -> Iterator[ConfigIssue]:
     if is_plugin(config.backend.backend):
         message = f'is "{inference.engine}", but backend = "{config.backend.backend}" samples itself'
         yield ConfigIssue((*engine, "backend.backend"), message, 'engine = "local"')
+    if inference.launch == "auto" and inference.dtype == "float64":
+        message = 'is "float64", which vLLM does not compute in'
+        yield ConfigIssue(("inference.dtype", *engine), message, 'dtype = "float32", or engine = "local"')
     if config.backpressure.enabled:
         message = f'has no effect with engine = "{inference.engine}"'
         message += ": servers decide themselves how much they decode at once"

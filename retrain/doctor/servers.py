@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from retrain.campaign.planning.plan import Plan
 from retrain.config import Config, load, parse_dict
 from retrain.doctor.results import FAIL, PASS, Result
-from retrain.engines.server.adapters import RANKS
+from retrain.engines.server.automatic import RANKS
 from retrain.engines.server.canary import CanarySettings, run_canaries
 from retrain.engines.server.completions import RANK_HINT
 from retrain.engines.server.engine import ServerEngine

@@ -16,10 +16,11 @@ import torch
 from retrain.algorithms.distillation import Teacher
 from retrain.config import Config
 from retrain.config.runs import RunSpec
-from retrain.device import bfloat16_advice, described, gpu_facts, update_advice
+from retrain.device import bfloat16_advice, described, gpu_facts, limit_memory, physical_memory, update_advice
 from retrain.engines.local import LocalEngine
 from retrain.engines.plugin import PluginEngine
 from retrain.engines.protocol import Engine
+from retrain.engines.server.automatic import asleep_bytes
 from retrain.engines.server.build import server_engine
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import Fleet
@@ -212,6 +213,9 @@ class Bases:
         """Return the base of a configuration, its lanes and an engine that samples from its servers. Launched servers
         write logs to ``directory`` and keep running for the next cohort. Raises UsageError when no server answers."""
         base, lanes = self.with_lanes(config, lambda line: notify(line, "info"))
+        if (released := config.inference.released) and base.device.type == "cuda":
+            kept = asleep_bytes(released, base.weight_bytes)
+            limit_memory(base.device, physical_memory(base.device) - kept)
         model = config.model  # servers do not depend on the rank or other settings of training
         key = repr((config.inference, model.model, model.revision, base.fingerprint))
         if self._server is None or self._server[0] != key:

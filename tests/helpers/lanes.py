@@ -25,7 +25,8 @@ from retrain.algorithms import (
 from retrain.algorithms.algorithm import Algorithm, CreditStep, StepContext
 from retrain.config import parse_dict
 from retrain.config.modes import advantage_of
-from retrain.engines import Engine, LocalEngine
+from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import Engine
 from retrain.engines.step import DecodeSettings
 from retrain.environments.protocol import Observation, Step
 from retrain.files import read_json, read_jsonl

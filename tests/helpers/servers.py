@@ -49,8 +49,9 @@ Fault = Callable[[int, Any], Sent | Awaitable[Sent]]
 
 class StandIn:
     """Serves ``model`` until ``close``. Each completion uses up one of ``faults``; ``always`` applies to all of them.
-    ``asked`` has the bodies of all completions. Where ``naps`` is a list, it gets the requests to sleep and to wake up;
-    where ``listed`` is set, it replaces the list of models."""
+    ``asked`` has the bodies of all completions. Where ``naps`` is a list, it gets the requests to sleep and to wake up,
+    and completions and adapters are refused in between; without ``frees_cache`` there is no route that frees the cache
+    alone; the server dies at the request ``dies_at``. Where ``listed`` is set, it replaces the list of models."""
 
     def __init__(self, model: Any, *, key: str | None = None, port: int = 0):
         self.service = Service(load_base(str(model), devices="cpu"), name="base")
@@ -59,6 +60,7 @@ class StandIn:
         self.always: Fault | None = None
         self.asked: list[dict[str, Any]] = []
         self.naps: list[str] | None = None
+        self.frees_cache, self.dies_at, self.is_awake = True, "", True
         self.listed: Any = None
         self.port = port
         self.start()
@@ -96,11 +98,35 @@ class StandIn:
         self.stop()
         self.service.close()
 
+    async def _naps(self, naps: list[str], scope: Any, receive: Any, send: Any) -> bool:
+        """Answer a request to sleep or to wake up, and refuse work meanwhile, as vLLM does; return whether it was."""
+        path, query = scope["path"], scope["query_string"].decode()
+        if path not in NAP_ROUTES:
+            works = not self.is_awake and (path.endswith("completions") or path.endswith("load_lora_adapter"))
+            if works and "unload" not in path:
+                naps.append(f"refused {path}")
+                await Response("asleep", 500)(scope, receive, send)
+                return True
+            return False
+        if path == self.dies_at:
+            self.dies_at, self.is_awake = "", True
+            threading.Thread(target=self.stop).start()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            return True
+        if path == "/release_kv_cache_memory" and not self.frees_cache:
+            await Response(status_code=404)(scope, receive, send)
+            return True
+        if path == "/release_kv_cache_memory" and naps[-1:] != ["/pause?mode=wait"]:
+            await Response("release needs a completed pause", 500)(scope, receive, send)
+            return True
+        naps.append(f"{path}?{query}" if query else path)
+        self.is_awake = path == "/wake_up"
+        await Response()(scope, receive, send)
+        return True
+
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] in ("/sleep", "/wake_up") and self.naps is not None:
-            query = scope["query_string"].decode()
-            self.naps.append(f"{scope['path']}?{query}" if query else scope["path"])
-            await Response()(scope, receive, send)
+        if self.naps is not None and (await self._naps(self.naps, scope, receive, send)):
             return
         if scope["path"] == "/v1/models" and self.listed is not None:
             await JSONResponse(self.listed)(scope, receive, send)
@@ -169,6 +195,7 @@ def _triples(choice: dict[str, Any], tokens: str) -> list[list[Any]]:
     return [[logprob, token, None] for logprob, token in pairs]
 
 
+NAP_ROUTES = ("/sleep", "/wake_up", "/pause", "/release_kv_cache_memory")
 TEXTS = ["12+34=? the answer is \\boxed{46}", canary.TEXT]
 
 IMPATIENT = Waits(pause_s=0.01, probe_s=(0.05, 0.1), start_s=1.0)

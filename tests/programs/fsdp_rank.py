@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from retrain.config import parse_dict
-from retrain.engines import LocalEngine
+from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError, RunFailed
 from retrain.policy.backbone import backbone_of, collate, token_logprobs
 from retrain.policy.base import find_model_files, load_base, load_weights

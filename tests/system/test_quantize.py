@@ -14,7 +14,7 @@ from torch import nn
 
 from retrain.adapters.provenance import provenance
 from retrain.config import parse_dict
-from retrain.engines import LocalEngine
+from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.models.layers import Architecture

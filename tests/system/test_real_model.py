@@ -16,7 +16,7 @@ from safetensors.torch import load_file as load_tensors
 
 from retrain.adapters.talk import lane_adapter
 from retrain.config.describe import document
-from retrain.engines import LocalEngine
+from retrain.engines.local import LocalEngine
 from retrain.files import read_jsonl
 from retrain.plugins import load_file
 from retrain.policy.adapter_io import AdapterFile

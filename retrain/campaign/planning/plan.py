@@ -34,7 +34,7 @@ class Plan:
 
     ``directory`` receives the records; ``folder`` contains the TOML file and is the first base of relative paths.
     ``source`` is the loaded file, None for a plan from ``plan.json``; ``sets`` are the applied ``section.key=value``
-    settings; ``registry`` is ON or OFF (``records.registry``), or "" if not decided.
+    settings; ``registry`` is ON or OFF (``records.registry``), or "" if not decided. ``notes`` are for the user.
     """
 
     specs: list[RunSpec]
@@ -44,6 +44,7 @@ class Plan:
     source: LoadedConfig | None = None
     sets: tuple[str, ...] = ()
     registry: str = ""
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def longest(self) -> CompletionLengths:

@@ -20,7 +20,8 @@ from uuid import uuid4
 
 import torch
 
-from retrain.errors import RunFailed, UsageError
+from retrain.engines.server.automatic import server_rank
+from retrain.errors import UsageError
 from retrain.files import aside_of, prepare_directory, publish_directory, read_json, write_json, writing
 from retrain.ownership import has_ended, this_process
 from retrain.policy.adapter_io import padded, write_peft
@@ -28,17 +29,8 @@ from retrain.policy.local import LocalSnapshot
 from retrain.types import PolicyRef
 
 HALF = (torch.bfloat16, torch.float16)
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # Ranks that vLLM takes; SGLang takes any
 OWNED, OWNER = "retrain-", "owner.json"  # Prefix of a process's directory, and the file in it that names its owner
 MADE = ".made-by-retrain"  # Marks a shared directory that retrain created
-
-
-def server_rank(rank: int) -> int:
-    """Return the smallest rank from ``rank`` on that servers accept. Raises RunFailed above the largest."""
-    for accepted in RANKS:
-        if accepted >= rank:
-            return accepted
-    raise RunFailed(f"servers take adapters of rank {RANKS[-1]} at most, and this one has rank {rank}")
 
 
 class PublishedAdapter:

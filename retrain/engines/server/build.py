@@ -1,17 +1,20 @@
 """Builds the server engine of a configuration; training and the doctor call it."""
 
+import secrets
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from retrain.config import Config
 from retrain.engines.server.adapters import AdapterStore
+from retrain.engines.server.automatic import is_composed
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.completions import ServedModel
 from retrain.engines.server.connection import api_key, server_root
 from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.engine import ServerEngine
-from retrain.engines.server.fleet import Fleet, LocalFleet
+from retrain.engines.server.fleet import Fleet, LocalFleet, names_of
 from retrain.engines.server.pool import WAITS
 from retrain.policy.base import BaseModel
 
@@ -32,6 +35,9 @@ def server_engine(
     """
     settings, model = config.inference, config.model.model
     key = api_key(settings.api_key_env, "[inference]")
+    composed = is_composed(settings.launch)
+    if composed and not key:
+        key = secrets.token_urlsafe(24)  # other users of this machine cannot send requests
     adapter_directory = Path(settings.adapter_dir).expanduser() if settings.adapter_dir else directory / ADAPTERS
     store = AdapterStore(adapter_directory, model, base.dtype)
     engines: list[ServerEngine] = []
@@ -47,14 +53,20 @@ def server_engine(
         lambda url: ServerClient(url, dialect, key, settings.timeout_s, settings.max_in_flight, settings.upload),
         store,
         notify,
-        None if settings.launch is None else fleet or LocalFleet(config, directory, server_message),
-        settings.sleep,
+        None if settings.launch is None else fleet or LocalFleet(config, directory, server_message, key),
+        settings.released,
         replace(WAITS, patience_s=settings.patience_s),
     )
     engines.append(engine)
+    begin = time.monotonic()
+    if composed:
+        logs = ", ".join(f"{directory / name}.log" for name in names_of(settings.replicas))
+        notify(f"vLLM starts (log: {logs})", "info")
     try:
         engine.open()
     except BaseException:
         engine.close()
         raise
+    if composed:
+        notify(f"vLLM is ready after {time.monotonic() - begin:.0f} s", "info")
     return engine

@@ -22,7 +22,7 @@ from retrain.engines.server.connection import RequestFailed
 from retrain.engines.server.fleet import Fleet
 from retrain.engines.server.loop import LoopThread
 from retrain.engines.server.pool import WAITS, ServerPool, Waits
-from retrain.engines.server.sleep import SharedGpu
+from retrain.engines.server.sleep import Released, SharedGpu
 from retrain.engines.slots import check_lengths
 from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.policy.local import LocalSnapshot
@@ -59,15 +59,16 @@ class ServerEngine:
         store: AdapterStore,
         notify: Callable[[str, str], None] = lambda text, level: None,
         fleet: Fleet | None = None,
-        sleeps: bool = False,
+        released: Released = "",
         waits: Waits = WAITS,
     ):
         self.model, self.store, self.fleet, self.waits = model, store, fleet, waits
-        self.is_concurrent = not sleeps  # sleeping servers and training take turns on the same GPU
+        self.is_concurrent = not released  # sleeping servers and training take turns on the same GPU
         gave_up = (lambda: fleet.gave_up) if fleet is not None else (lambda: "")
         self.pool = ServerPool(urls, new_client, model.name, notify, gave_up, waits)
         self._completions = Completions(model, self.pool, waits)
-        self._gpu = SharedGpu(sleeps, fleet.hold_restarts if fleet is not None else lambda held: None)
+        hold_restarts = fleet.hold_restarts if fleet is not None else lambda held: None
+        self._gpu = SharedGpu(released, hold_restarts, lambda text, level: self.pool.notify(text, level))
         self._published: dict[PolicyRef, PublishedAdapter] = {}
         self._unloads: set[Future[None]] = set()
         self._lock = threading.Lock()

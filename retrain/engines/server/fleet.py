@@ -43,16 +43,16 @@ class Fleet(Protocol):
 
 class LocalFleet:
     """Starts ``[inference] replicas`` servers on this machine; their logs are in the run's or campaign's ``directory``.
-    Raises UsageError when the command cannot be started."""
+    vLLM then asks for the API ``key``, if there is one. Raises UsageError when the command cannot be started."""
 
-    def __init__(self, config: Config, directory: Path, notify: Notify):
+    def __init__(self, config: Config, directory: Path, notify: Notify, key: str = ""):
         settings = config.inference
         self._servers: list[ServerProcess] = []
         try:
             shares = gpu_shares(settings.launch_gpus, settings.replicas)
             for name, gpus in zip(names_of(settings.replicas), shares, strict=True):
                 assert settings.launch is not None
-                environment = server_environment(gpus, settings.sleep)
+                environment = server_environment(gpus, bool(settings.released), key)
                 self._servers.append(
                     ServerProcess(settings.launch, model_argument(config), directory, environment, notify, name=name)
                 )

@@ -44,11 +44,14 @@ HEALTH_WAITS = HealthWaits()
 EVERYWHERE = ("0.0.0.0", "::")  # Hosts that mean every address of the machine
 TAIL = 8  # Lines of the log that an error quotes
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}  # Without it, vLLM loads no adapters at run time
+KEY_VARIABLE = "VLLM_API_KEY"
 SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # vLLM has the sleep routes only with this one
 
 
-def server_environment(gpus: str | None, sleeps: bool = False) -> dict[str, str]:
+def server_environment(gpus: str | None, sleeps: bool = False, key: str = "") -> dict[str, str]:
     environment = {**ENVIRONMENT, **(SLEEP_ENVIRONMENT if sleeps else {}), **os.environ}
+    if key:
+        environment[KEY_VARIABLE] = key
     if environment.pop(OWN_ALLOCATOR, ""):
         environment.pop("PYTORCH_ALLOC_CONF", None)  # vLLM's sleep mode does not work with expandable segments
     return environment if gpus is None else environment | {"CUDA_VISIBLE_DEVICES": gpus}

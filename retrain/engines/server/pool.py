@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.connection import ServerUnavailable
-from retrain.errors import ServerFailed, UsageError
+from retrain.errors import ServerFailed, ServerNotStarted, UsageError
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ServerPool:
             if (answers and all(answers)) or (any(answers) and waited > self.waits.start_s):
                 return list(zip(servers, answers, strict=True))
             if why := self.gave_up():
-                raise UsageError(f"[inference] launch: {why}")
+                raise ServerNotStarted(f"[inference] launch: {why}")
             if waited > patience_s:
                 reasons = "\n".join(f"[inference] url {server.url}: {server.reason}" for server in servers)
                 raise UsageError(f"no server answers after {patience_s:g} s:\n{reasons}")

@@ -6,23 +6,31 @@ Servers are awake from the first call that samples until ``SharedGpu.sleep``, wh
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Literal
 
 import torch
 
 from retrain.engines.server.client import ServerClient
-from retrain.engines.server.connection import RequestFailed, ServerUnavailable
+from retrain.engines.server.connection import ModelNotFound, RequestFailed, ServerUnavailable
 from retrain.errors import ServerFailed
+
+Released = Literal["", "kv", "weights"]
+"""What a server frees while it sleeps: nothing, its KV cache, or its weights too."""
 
 
 class SharedGpu:
-    """Lets servers sleep while this process uses the GPU that they share. Without ``is_shared`` nothing is done. All
-    methods run in one event loop, and raise ServerFailed if a server cannot sleep or wake.
+    """Lets servers free what ``released`` names while this process uses the GPU that they share. With "" nothing is
+    done. All methods run in one event loop, and raise ServerFailed if a server cannot sleep or wake.
+
+    The order of a step is: wake, load adapters, sample, sleep, update. No request is sent to a sleeping server, and
+    ``sleep`` returns only when all memory is free.
 
     ``hold_restarts(held)``: while ``held``, a server that dies is not started again, because it would find no memory.
+    ``notify(text, level)`` is called once if a server can only free more than ``released`` names.
     """
 
-    def __init__(self, is_shared: bool, hold_restarts: Callable[[bool], None]):
-        self.is_shared, self._hold_restarts = is_shared, hold_restarts
+    def __init__(self, released: Released, hold_restarts: Callable[[bool], None], notify: Callable[[str, str], None]):
+        self.released, self._hold_restarts, self._notify = released, hold_restarts, notify
         self._sleeping, self._users = False, 0
         self._lock = asyncio.Lock()
 
@@ -37,11 +45,21 @@ class SharedGpu:
 
     async def sleep(self, servers: Sequence[ServerClient]) -> None:
         async with self._lock:
-            if self.is_shared and not self._sleeping and not self._users:
+            if self.released and not self._sleeping and not self._users:
                 self._sleeping = True  # before the first one sleeps: after a failure or a stop, ``wake`` wakes it
                 self._hold_restarts(True)
                 for server in servers:
-                    await _post(server, "/sleep?level=1")
+                    await self._put_to_sleep(server)
+
+    async def _put_to_sleep(self, server: ServerClient) -> None:
+        if self.released == "kv":
+            # The cache can be released once no request is left, for which "wait" waits.
+            if await _post(server, "/pause?mode=wait") and await _post(server, "/release_kv_cache_memory"):
+                return
+            self.released = "weights"
+            self._notify(f"{server.url} cannot free its KV cache alone: its weights sleep too", "info")
+        if not await _post(server, "/sleep?level=1"):
+            raise _failed(server, "/sleep", "it has no such route")
 
     async def wake(self, servers: Sequence[ServerClient]) -> None:
         async with self._lock:
@@ -50,17 +68,26 @@ class SharedGpu:
                     torch.cuda.empty_cache()  # the server needs the memory that its sleep had freed
                 self._hold_restarts(False)
                 for server in servers:
-                    await _post(server, "/wake_up")
+                    if not await _post(server, "/wake_up"):
+                        raise _failed(server, "/wake_up", "it has no such route")
                 self._sleeping = False
 
 
-async def _post(server: ServerClient, path: str) -> None:
+async def _post(server: ServerClient, path: str) -> bool:
+    """Send the request; return False if the server has no such route. Raises ServerFailed if it refuses."""
     try:
         await server.connection.post(path, {})
+    except ModelNotFound:
+        return False
     except ServerUnavailable:
-        return  # a restarted server is awake
+        pass  # a restarted server is awake
     except RequestFailed as error:
-        raise ServerFailed(
-            f"{server.url} cannot {path.strip('/').partition('?')[0]}: {error}; start vLLM with --enable-sleep-mode "
-            "and VLLM_SERVER_DEV_MODE=1 in its environment, or type: sleep = false"
-        ) from error
+        raise _failed(server, path, str(error)) from error
+    return True
+
+
+def _failed(server: ServerClient, path: str, reason: str) -> ServerFailed:
+    return ServerFailed(
+        f"{server.url} cannot {path.strip('/').partition('?')[0]}: {reason}; start vLLM with --enable-sleep-mode and "
+        "VLLM_SERVER_DEV_MODE=1 in its environment, or type: sleep = false"
+    )

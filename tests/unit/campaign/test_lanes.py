@@ -8,7 +8,7 @@ from helpers.models import toy_base
 
 from retrain.campaign.planning.plan import plan, smaller_cohorts
 from retrain.config import load
-from retrain.engines import LocalEngine
+from retrain.engines.local import LocalEngine
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy import local

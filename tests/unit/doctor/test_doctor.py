@@ -15,9 +15,9 @@ from retrain.doctor.checks import CHECKS, run_checks
 from retrain.doctor.results import FAIL, LIMITS, PASS, SKIP, Result, judged
 from retrain.doctor.sampling import agreement
 from retrain.doctor.subject import DoctorModel, ModelSource, Sizes, random_base, shapes_of
-from retrain.engines import LocalEngine
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.graphs import StepGraphs
+from retrain.engines.local import LocalEngine
 from retrain.engines.step import CPU_DECODING
 from retrain.errors import ModelError, UsageError
 from retrain.policy import local

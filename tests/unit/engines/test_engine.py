@@ -22,7 +22,7 @@ from helpers.lanes import (
 )
 from helpers.models import qwen3_directory, toy_base
 
-from retrain.engines import LocalEngine
+from retrain.engines.local import LocalEngine
 from retrain.engines.step import CPU_DECODING, compiled_decode_steps, decode_steps
 from retrain.errors import ModelError, RunFailed
 from retrain.files import read_json, write_json

@@ -9,8 +9,8 @@ import torch
 from helpers.lanes import fresh_logprobs, publish, trained
 from helpers.lanes import ref as ref_of
 
-from retrain.engines import LocalEngine
 from retrain.engines.dense import CachedBatch, SequenceCache
+from retrain.engines.local import LocalEngine
 from retrain.errors import RunFailed
 from retrain.types import Action, PolicyRef, SampleRequest
 

@@ -545,7 +545,7 @@ def test_a_server_sleeps_while_nobody_samples(connect, lanes, server):
     server.naps, held = [], []
     fleet = WatchedFleet(held)
     fleet.update([server.url])
-    engine = connect(sleeps=True, fleet=fleet)
+    engine = connect(released="weights", fleet=fleet)
     ref = publish(engine, weights(lanes, 1))
     engine.sample(requests(ref))
     engine.sample(requests(ref, 1, 1))
@@ -560,7 +560,7 @@ def test_a_server_sleeps_while_nobody_samples(connect, lanes, server):
     engine.close()  # awake, as it was found
     assert server.naps == ["/sleep?level=1", "/wake_up"] * 2
     server.naps, held[:] = None, []
-    other = connect(sleeps=True, fleet=fleet)
+    other = connect(released="weights", fleet=fleet)
     other.sample(requests(publish(other, weights(lanes, 1))))
     with pytest.raises(ServerFailed, match=r"cannot sleep: .* start vLLM with --enable-sleep-mode"):
         other.forget_sequences()
@@ -573,9 +573,83 @@ def test_servers_that_slept_before_another_failed_to_are_awake_again(connect, la
     server.naps = []
     fleet = WatchedFleet([])
     fleet.update([server.url, start(model).url])
-    engine = connect(sleeps=True, fleet=fleet)
+    engine = connect(released="weights", fleet=fleet)
     engine.sample(requests(publish(engine, weights(lanes, 1))))
     with pytest.raises(ServerFailed, match="cannot sleep"):
         engine.forget_sequences()
     engine.close()
     assert server.naps == ["/sleep?level=1", "/wake_up"]
+
+
+RELEASE, WAKE = ["/pause?mode=wait", "/release_kv_cache_memory"], "/wake_up"
+
+
+def test_a_server_frees_its_cache_alone(connect, lanes, model, start):
+    server = start(model)
+    server.naps = []
+    engine = connect(server.url, released="kv")
+    engine.sample(requests(publish(engine, weights(lanes, 1))))
+    engine.forget_sequences()
+    assert server.naps == RELEASE
+    engine.sample(requests(publish(engine, weights(lanes, 2), 1)))
+    assert server.naps == [*RELEASE, WAKE]  # awake before the adapter was loaded and the first request was sent
+
+
+def test_a_server_without_that_route_sleeps_whole(connect, lanes, model, start):
+    server, heard = start(model), []
+    server.naps, server.frees_cache = [], False
+    engine = connect(server.url, released="kv", notify=lambda text, level: heard.append(text))
+    ref = publish(engine, weights(lanes, 1))
+    for _ in range(2):
+        engine.sample(requests(ref))
+        engine.forget_sequences()
+    assert server.naps == ["/pause?mode=wait", "/sleep?level=1", WAKE, "/sleep?level=1"]
+    assert heard == [f"{server.url} cannot free its KV cache alone: its weights sleep too"]
+
+
+@pytest.mark.parametrize("released", ["kv", "weights"])
+@pytest.mark.parametrize("phase", ["/pause", "/release_kv_cache_memory", "/sleep", "asleep", "/wake_up"])
+def test_a_server_that_dies_in_any_phase_samples_the_same_afterwards(released, phase, connect, lanes, model, start):
+    """A server that dies while the trainer uses the GPU is started again when sampling begins, not before."""
+    server = start(model)
+    server.naps, server.is_awake = [], True
+
+    class Restarting(RemoteFleet):
+        held = False
+
+        def hold_restarts(self, held: bool) -> None:
+            self.held = held
+
+        def watch(self) -> None:
+            while not ended.wait(0.02):
+                if not self.held and not server.thread.is_alive():
+                    server.is_awake = True
+                    server.start()
+
+    ended = threading.Event()
+    fleet = Restarting()
+    fleet.update([server.url])
+    watcher = threading.Thread(target=fleet.watch)
+    watcher.start()
+    engine = connect(server.url, released=released, fleet=fleet)
+    ref = publish(engine, weights(lanes, 1))
+    before = engine.sample(requests(ref))
+    if phase == "asleep":
+        engine.forget_sequences()
+        server.stop()
+    else:
+        server.dies_at = phase
+        engine.forget_sequences()
+        server.thread.join(5 if phase not in ("/wake_up", *OTHER[released]) else 0)
+    assert server.thread.is_alive() == (phase in ("/wake_up", *OTHER[released]))
+    after = engine.sample(requests(ref))
+    ended.set()
+    watcher.join()
+    assert [[action.token_ids for action in group] for group in after] == [
+        [action.token_ids for action in group] for group in before
+    ]
+    assert not [nap for nap in server.naps if nap.startswith("refused")]
+
+
+OTHER = {"kv": ["/sleep"], "weights": ["/pause", "/release_kv_cache_memory"]}
+"""Routes that are not called where a server releases this."""

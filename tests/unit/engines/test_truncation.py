@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrain.algorithms.algorithm import training_samples
 from retrain.config import load
-from retrain.engines import LocalEngine
+from retrain.engines.local import LocalEngine
 from retrain.engines.slots import LaneRequest, cuts_of
 from retrain.engines.step import CPU_DECODING, draw
 from retrain.maths.ratios import sampled_token_kl

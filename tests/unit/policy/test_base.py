@@ -7,7 +7,7 @@ from helpers.lanes import publish, requests, rollout, sample, trained, update
 from helpers.models import qwen3_directory, toy_base
 
 from retrain.config import parse_dict
-from retrain.engines import LocalEngine
+from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError, RunFailed
 from retrain.files import read_json, write_json
 from retrain.policy.base import load_base, load_weights

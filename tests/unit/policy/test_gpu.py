@@ -18,8 +18,8 @@ from retrain import device as devices
 from retrain.cli.explain import device_of
 from retrain.config import parse_dict
 from retrain.device import available_memory, build_fault, cpu_build, is_out_of_memory, lost, nvidia_gpus
-from retrain.engines import LocalEngine
 from retrain.engines.graphs import EmptyCapture, StepGraphs
+from retrain.engines.local import LocalEngine
 from retrain.errors import ConfigError, RetrainError, RunFailed, UsageError
 from retrain.files import read_jsonl
 from retrain.policy import arithmetic

@@ -14,8 +14,8 @@ from helpers.models import toy_base
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from retrain.engines import LocalEngine
 from retrain.engines.dense import DenseDecoder, KVCache
+from retrain.engines.local import LocalEngine
 from retrain.engines.slots import SlotBatch
 from retrain.engines.step import CPU_DECODING, Rows, SampledTokens, StepPlan, decode_steps
 from retrain.files import read_json, read_jsonl

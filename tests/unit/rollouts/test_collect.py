@@ -15,7 +15,7 @@ from retrain.config.evaluation import HELDOUT, HeldOut
 from retrain.config.tasks import Data
 from retrain.config.training import Sampling
 from retrain.data.prompts import Renderer
-from retrain.engines import LocalEngine
+from retrain.engines.local import LocalEngine
 from retrain.environments.build import SplitEnvironment
 from retrain.environments.protocol import EpisodeLimits
 from retrain.errors import ModelError, RunFailed

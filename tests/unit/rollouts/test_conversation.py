@@ -15,7 +15,7 @@ from retrain.config import parse_dict
 from retrain.config.tasks import Data
 from retrain.config.training import Sampling
 from retrain.data.prompts import Conversation, Renderer, tools_text
-from retrain.engines import LocalEngine
+from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError
 from retrain.policy.local import LocalPolicy
 from retrain.rollouts.collect import RolloutRequest, collect

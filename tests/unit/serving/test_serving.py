@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from retrain.engines import LocalEngine
+from retrain.engines.local import LocalEngine
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.rng import stream_key

@@ -11,7 +11,7 @@ from helpers.lanes import made, runs_of
 from helpers.records import group
 
 from retrain.config.training import Sampling
-from retrain.engines import LocalEngine
+from retrain.engines.local import LocalEngine
 from retrain.files import read_jsonl
 from retrain.rollouts.collect import CollectResult, RolloutRequest
 from retrain.rollouts.queue import RolloutQueue

@@ -1,0 +1,157 @@
+"""Choose the engine of ``[inference] engine = "auto"`` for a plan, and compose the command of ``launch = "auto"``.
+
+``launch`` and ``retrain explain`` call it. The choice is part of the plan from then on: a continued run keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from retrain.campaign.planning.plan import Plan, base_key, lane_count
+from retrain.config import Config, parse_dict
+from retrain.config.machine import OWN_ENGINE
+from retrain.config.root import without_unused
+from retrain.config.rules import rule_issues
+from retrain.config.runs import RunSpec
+from retrain.engines.server import automatic
+from retrain.engines.server.automatic import GIB, Division, DoesNotFitBeside, Machine, Sizes, server_rank
+from retrain.errors import UsageError
+from retrain.models.layers import SMALL_MODEL_BYTES, Architecture, architecture_of
+from retrain.training.estimate import Device, number_bytes, run_memory, run_size
+
+OWN = "Sampling with retrain's own engine: "
+
+
+def with_engine(plan: Plan, machine: Machine | None = None, broken: str = "") -> Plan:
+    """Return the plan with its engine chosen, and a note on the choice if a GPU is there. ``broken``: why vLLM is ruled
+    out. Raises UsageError if the file asks for a vLLM that cannot run here."""
+    inference = plan.specs[0].config.inference
+    if inference.engine != "auto" and inference.launch != "auto":
+        return _settled(plan, {"sleep": inference.released or False})
+    if broken:
+        return _settled(plan, OWN_ENGINE, f"{OWN}{broken}")
+    machine = machine or automatic.machine_of(plan.specs[0].config)
+    served = [replace(spec, config=_with_server(spec.config)) for spec in plan.specs]
+    reason = _obstacle(served, machine)
+    if not reason:
+        try:
+            return _settled(plan, *_vllm(served, machine))
+        except DoesNotFitBeside as error:
+            reason = str(error)
+    if inference.engine == "auto":
+        return _settled(plan, OWN_ENGINE, f"{OWN}{reason}" if machine.gpus else "")
+    raise UsageError(
+        f'[inference] engine = "vllm" cannot start vLLM here: {reason}; give the url of a server, or type '
+        "--set inference.engine=local"
+    )
+
+
+def _settled(plan: Plan, settings: Mapping[str, Any], note: str = "") -> Plan:
+    specs = [replace(spec, config=_with(spec.config, settings)) for spec in plan.specs]
+    source = plan.source
+    if source is not None:
+        # The file's own configuration is recorded, too.
+        changed = source.config.inference.model_copy(update=settings)
+        source = replace(source, config=source.config.model_copy(update={"inference": changed}))
+    return replace(plan, specs=specs, source=source, notes=(note,) if note else ())
+
+
+def _with(config: Config, settings: Mapping[str, Any]) -> Config:
+    data = config.to_dict()
+    if data["inference"] == data["inference"] | settings:
+        return config
+    data["inference"] |= settings
+    return parse_dict(without_unused(Config.model_validate(data)))
+
+
+def _with_server(config: Config) -> Config:
+    data = config.to_dict()
+    data["inference"] |= {"engine": "vllm", "launch": "auto"}
+    return Config.model_validate(data)
+
+
+def _obstacle(specs: Sequence[RunSpec], machine: Machine) -> str:
+    """Return why vLLM cannot sample for these runs, which would use it, on this machine; "" if it can."""
+    if not machine.gpus:
+        return "this machine shows no GPU"
+    for spec in specs:
+        for issue in (issue for issue in rule_issues(spec.config) if not issue.warning):
+            key = next((key for key in issue.keys if not key.startswith("inference.")), issue.keys[0])
+            section, _, name = key.partition(".")
+            return f"[{section}] {name} {issue.message}"
+    return "" if machine.vllm else automatic.absence(specs[0].config)
+
+
+def _vllm(specs: Sequence[RunSpec], machine: Machine) -> tuple[dict[str, Any], str]:
+    """Return the settings of a vLLM for these runs, and the note. Raises DoesNotFitBeside."""
+    config = specs[0].config
+    model = config.model
+    architecture = architecture_of(model.model, model.revision) or _fetched(config)
+    if architecture is None:
+        raise DoesNotFitBeside(f"the config.json of {model.model} could not be read, so that its size is not known")
+    names, trainer = list(machine.gpus), int((config.backend.named_gpus or ["gpu:0"])[0].removeprefix("gpu:"))
+    if trainer >= len(names):
+        raise DoesNotFitBeside(f"[backend] devices has gpu:{trainer}, and this machine shows {len(names)}")
+    lanes = min(lane_count(specs, on_gpu=True), len(specs))
+    total, sizes = machine.gpus[names[trainer]], _sizes(specs, architecture, lanes)
+    if sizes.base <= SMALL_MODEL_BYTES:
+        raise DoesNotFitBeside(f"{model.model} is so small that vLLM takes longer to start than to sample")
+    others = [name for name in names if name != names[trainer]]
+    rank = max(server_rank(spec.config.model.lora_rank) for spec in specs)
+    versions = max(spec.config.published_versions for spec in specs)
+    division: Division | None = None
+    cards, place = 0, f"on gpu:{trainer} beside the trainer"
+    settings: dict[str, Any] = {"engine": "vllm", "launch_options": None, "python": None, "sleep": False}
+    if others:
+        cards = automatic.cards_needed(machine.gpus[others[0]], sizes.base, len(others))
+        settings["launch_gpus"] = ",".join(others[:cards])
+        place = f"on GPU {settings['launch_gpus']} of its own"
+        if idle := others[cards:]:
+            place += f"; GPU {', '.join(idle)} idle ([inference] replicas and launch_gpus use them)"
+    else:
+        division = automatic.divide(total, machine.host, sizes, config.inference.sleep)
+        released = "its KV cache" if division.sleep == "kv" else "KV cache and weights"
+        place += (
+            f": KV cache {division.kv_bytes / GIB:.1f} GiB ({division.rows} sequences of {sizes.tokens:,} tokens); "
+            f"{released} {'is' if division.sleep == 'kv' else 'are'} released during updates"
+        )
+        settings["sleep"] = division.sleep
+    settings["launch"] = automatic.command(config, rank, lanes, versions, division, cards)
+    untried = automatic.version_note(machine.vllm)
+    return settings, f"Sampling with vLLM {machine.vllm} {place}" + (f". Careful: {untried}" if untried else "")
+
+
+def _sizes(specs: Sequence[RunSpec], architecture: Architecture, lanes: int) -> Sizes:
+    """Return the sizes of the first cohort of ``lanes`` runs."""
+    group = [spec for spec in specs if base_key(spec) == base_key(specs[0])][:lanes]
+    config, device = specs[0].config, Device("gpu")
+    width = number_bytes(config, device)
+    memories = [run_memory(spec.config, architecture, device, lanes=lanes) for spec in group]
+    rank = max(server_rank(spec.config.model.lora_rank) for spec in group)
+    adapter = architecture.adapter_parameters(rank, config.lora.target_modules) * width
+    work = [run_size(spec.config) for spec in group]
+    return Sizes(
+        base=memories[0].base,
+        lanes=sum(memory.adapter for memory in memories),
+        slots=min(lanes, automatic.MOST_ADAPTERS) * adapter,
+        cache=architecture.cache_bytes(width),
+        kept=architecture.kept_bytes(width),
+        tokens=max(each.length for each in work),
+        rows=min(config.inference.max_in_flight, sum(each.rows for each in work)),
+    )
+
+
+def _fetched(config: Config) -> Architecture | None:
+    """Return the sizes of a hub model after downloading its config.json; None if that fails."""
+    model = config.model
+    if model.local_files_only:
+        return None
+    from huggingface_hub import hf_hub_download
+
+    with suppress(OSError, ValueError):
+        hf_hub_download(model.model, "config.json", revision=model.revision)
+        return architecture_of(model.model, model.revision)
+    return None
