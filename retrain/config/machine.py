@@ -80,8 +80,6 @@ class BackendSection(Section, role=Role.SAMPLES):
 SERVERS = ("vllm", "sglang", "openai")
 """Values of ``engine`` that sample from servers."""
 AUTO = "auto"
-OWN_ENGINE: dict[str, str | bool] = {"engine": "local", "sleep": False}
-"""Values that a plan has in place of ``auto`` where it samples with retrain's own engine, as all did once."""
 _ELSEWHERE = ("there is no such engine here", 'engine = "vllm", or "openai" for a compatible server')
 _MAYBE_SERVED = (*SERVERS, AUTO)
 _OF_SERVERS = ActiveIf("inference.engine", _MAYBE_SERVED)
@@ -153,12 +151,15 @@ class Inference(Section, role=Role.SAMPLES):
     max_in_flight: Annotated[Count, Role.SPEED, _OF_SERVERS] = 256
     """Most concurrent requests to a server."""
     sleep: Annotated[
-        bool | Literal["auto", "kv", "weights"], Role.SPEED, ActiveIf("inference.engine", ("vllm", AUTO))
-    ] = "auto"
+        bool | Literal["kv", "weights"],
+        BeforeValidator(lambda value: False if value == AUTO else value),
+        Role.SPEED,
+        ActiveIf("inference.engine", ("vllm", AUTO)),
+    ] = False
     """What vLLM frees of its GPU while this process trains on the same one: `kv`, its KV cache; `weights` (or `true`),
-    also its weights, which go to the machine's memory; `false`, nothing. `auto`: what `launch = "auto"` plans, and
-    nothing for other servers. Needs `--enable-sleep-mode`, and VLLM_SERVER_DEV_MODE=1 in the server's environment;
-    `launch` sets both."""
+    also its weights, which go to the machine's memory. `false` (or `auto`): what `launch = "auto"` plans, and nothing
+    for other servers. Needs `--enable-sleep-mode`, and VLLM_SERVER_DEV_MODE=1 in the server's environment; `launch`
+    sets both."""
     swap: Annotated[Literal["between", "in_flight"], _OF_SERVERS] = "between"
     """With `max_off_policy_steps`: sample an episode to its end with the weights that began it (`between`), or each
     turn with the newest weights (`in_flight`); each token records its policy version."""
@@ -190,9 +191,7 @@ class Inference(Section, role=Role.SAMPLES):
     @property
     def released(self) -> Literal["", "kv", "weights"]:
         """What a server on the trainer's GPU frees during updates; "" for servers that do not sleep."""
-        if self.sleep is True:
-            return "weights"
-        return self.sleep if self.sleep in ("kv", "weights") else ""
+        return "weights" if self.sleep is True else self.sleep or ""
 
     def mismatch_limit_in(self, dtype: str) -> float:
         return self.mismatch_limit or MISMATCH_LIMITS.get(dtype, MISMATCH_LIMITS["bfloat16"])

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 from retrain.campaign.planning.plan import Plan
 from retrain.config import Config, load, parse_dict
+from retrain.config.machine import SERVERS
 from retrain.doctor.results import FAIL, PASS, Result
 from retrain.engines.server.automatic import RANKS
 from retrain.engines.server.canary import CanarySettings, run_canaries
@@ -30,7 +31,7 @@ def server_config(url: Sequence[str], engine: str | None, model: str | None, fil
     addresses = {"url": list(url), "launch": None, "launch_gpus": None, "patience_s": PATIENCE_S, "sleep": False}
     if file is not None:
         data = Plan.of(load(file)).specs[0].config.to_dict()
-        kind = engine or (data["inference"]["engine"] if data["inference"]["engine"] != "local" else "vllm")
+        kind = engine or (data["inference"]["engine"] if data["inference"]["engine"] in SERVERS else "vllm")
         data["inference"] |= addresses | {"engine": kind}
         data["model"] |= {} if model is None else {"model": model}
         return parse_dict(data)

@@ -64,7 +64,8 @@ def test_constraints_pin_every_requirement_exactly():
     pins = [line for line in lines if not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in pins)
     optional = requirement_names([line for lines in EXTRAS.values() for line in lines])
-    assert (CORE | optional) - {"retrain"} <= requirement_names(pins)
+    # vLLM's own pins contradict these: its environment has constraints-vllm.txt.
+    assert (CORE | optional) - {"retrain", "vllm"} <= requirement_names(pins)
 
 
 def test_every_extra_is_looked_for_by_doctor():

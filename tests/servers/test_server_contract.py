@@ -4,10 +4,12 @@ RETRAIN_VLLM is the Python of an environment with vLLM (``make test-servers`` ma
 """
 
 import os
+import shlex
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -19,16 +21,22 @@ from helpers.models import campaign_head
 from helpers.servers import StandIn, apart, engine_of, publish, requests, weights
 
 from retrain.algorithms.distillation import AdapterTeacher, ModelTeacher
+from retrain.campaign.planning.engine import with_engine
+from retrain.campaign.planning.plan import Plan
+from retrain.config import load
 from retrain.config.describe import document
+from retrain.engines.server.automatic import GIB, Machine
 from retrain.engines.server.canary import Canary, CanarySettings
 from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.launch import ServerProcess, server_environment
 from retrain.engines.server.teacher import ServerTeacher
+from retrain.errors import ServerFailed
 from retrain.files import read_json, read_jsonl
 from retrain.models.directory import bundled_model_path
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
+from retrain.types import PolicyRef
 from tests.system.clusters import SERVE, cluster_of, rows_of
 
 VLLM = os.environ.get("RETRAIN_VLLM", "")
@@ -191,6 +199,89 @@ def file_of(tmp_path: Path, server: dict[str, str], steps: int, problems: int = 
 
 def mismatches(directory: Path) -> list[float]:
     return [row["kl_sample_train_v2"] for own in rows_of(directory).values() for row in own]
+
+
+PARSE = """
+import sys
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+except ImportError:  # before 0.31
+    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])
+validate_parsed_serve_args(parsed)
+print(parsed.max_model_len, parsed.kv_cache_memory_bytes, parsed.max_loras, parsed.hf_overrides, parsed.logprobs_mode)
+"""
+
+
+@real
+@pytest.mark.parametrize("cards", [1, 2])
+def test_its_parser_takes_the_command_that_is_composed_for_a_gpu(tmp_path, cards):
+    (tmp_path / "c.toml").write_text(
+        '[model]\nmodel = "Qwen/Qwen3-1.7B"\n[inference]\nlaunch_options = "--max-loras 3"\n'
+    )
+    machine = Machine({str(card): 24 * GIB for card in range(cards)}, 64 * GIB, "0.31.0")
+    plan = with_engine(Plan.of(load(tmp_path / "c.toml")), machine)
+    command = shlex.split(plan.specs[0].config.inference.launch)
+    options = command[command.index("serve") + 1 :]
+    ran = subprocess.run([VLLM, "-c", PARSE, *options], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    cache = options[options.index("--kv-cache-memory-bytes") + 1] if cards == 1 else "None"
+    assert ran.stdout.splitlines()[-1] == f"-1 {cache} 3 {{'head_dtype': 'float32'}} processed_logprobs"
+
+
+SLEEPS = "--enable-sleep-mode"
+
+
+@real
+@pytest.mark.parametrize("released", ["weights", "kv"])
+def test_it_sleeps_and_samples_the_same_when_it_is_awake_again(base, lanes, tmp_path, released):
+    """vLLM on a CPU frees nothing, but takes the requests, keeps order, and forgets no adapter. Its cache alone can be
+    released on a GPU only: that it refuses is one line, with what to type."""
+    environment = server_environment(None, sleeps=True)
+    made = ServerProcess(COMMAND + f" {SLEEPS}", MODEL, tmp_path, environment, lambda text, level: print(text))
+    try:
+        eventually(lambda: answers(made.url), 400)
+        with closing(engine_of(base, [made.url], tmp_path / "adapters", released=released)) as engine:
+            ref = publish(engine, weights(lanes, 1))
+            before = engine.sample(requests(ref))
+            for _ in range(2):
+                if released == "kv":
+                    with pytest.raises(ServerFailed, match=r"cannot release_kv_cache_memory: .*start vLLM with"):
+                        engine.forget_sequences()
+                else:
+                    engine.forget_sequences()
+                    assert httpx.get(f"{made.url}/is_sleeping").json() == {"is_sleeping": True}
+                after = engine.sample(requests(ref))
+                assert httpx.get(f"{made.url}/is_sleeping").json() == {"is_sleeping": False}
+                assert [[action.token_ids for action in group] for group in after] == [
+                    [action.token_ids for action in group] for group in before
+                ]
+    finally:
+        made.close()
+
+
+@real
+def test_thirty_versions_pass_through_a_small_cache(base, lanes, tmp_path):
+    """Two lanes with two live versions each, in the cache that the composed command would have for them; vLLM reads a
+    version that was pushed out of its cache from its files again, and ends if they are gone."""
+    command = COMMAND.replace("--max-loras 4", "--max-loras 2") + f" --max-cpu-loras {2 * 3 + 2}"
+    made = ServerProcess(command, MODEL, tmp_path, server_environment(None), lambda text, level: print(text))
+    try:
+        eventually(lambda: answers(made.url), 400)
+        with closing(engine_of(base, [made.url], tmp_path / "adapters")) as engine:
+            for version in range(15):
+                refs = [publish(engine, weights(lanes, 10 * version + lane), version, f"lane{lane}") for lane in (0, 1)]
+                for ref in refs:
+                    if version > 1:
+                        engine.retire(PolicyRef(ref.run_id, version - 2))
+                asked = [*requests(refs[0]), *requests(refs[1])]
+                older = [each for ref in refs if version for each in requests(PolicyRef(ref.run_id, version - 1))]
+                for group in engine.sample([*asked, *older]):
+                    assert all(np.isfinite(action.logprobs_T).all() for action in group)
+            assert len(list((tmp_path / "adapters").rglob("adapter_model.safetensors"))) <= 4
+    finally:
+        made.close()
 
 
 @real

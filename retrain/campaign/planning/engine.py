@@ -12,37 +12,47 @@ from typing import Any
 
 from retrain.campaign.planning.plan import Plan, base_key, lane_count
 from retrain.config import Config, parse_dict
-from retrain.config.machine import OWN_ENGINE
 from retrain.config.root import without_unused
 from retrain.config.rules import rule_issues
 from retrain.config.runs import RunSpec
 from retrain.engines.server import automatic
-from retrain.engines.server.automatic import GIB, Division, DoesNotFitBeside, Machine, Sizes, server_rank
+from retrain.engines.server.automatic import GIB, Division, Machine, NoVllm, Sizes, server_rank
 from retrain.errors import UsageError
-from retrain.models.layers import SMALL_MODEL_BYTES, Architecture, architecture_of
+from retrain.models.layers import Architecture, architecture_of
 from retrain.training.estimate import Device, number_bytes, run_memory, run_size
+from retrain.util.text import count
 
+# Parameters below which retrain's own engine samples faster on a GPU (docs/performance.md)
+OWN_FASTER = 2_000_000_000
 OWN = "Sampling with retrain's own engine: "
 
 
-def with_engine(plan: Plan, machine: Machine | None = None, broken: str = "") -> Plan:
-    """Return the plan with its engine chosen, and a note on the choice if a GPU is there. ``broken``: why vLLM is ruled
-    out. Raises UsageError if the file asks for a vLLM that cannot run here."""
+def with_engine(plan: Plan, machine: Machine | None = None, broken: str = "", smallest: int = OWN_FASTER) -> Plan:
+    """Return the plan with its engine chosen, and a note on the choice if a GPU is there.
+
+    ``broken``: why vLLM is ruled out; ``smallest``: parameters from which "auto" takes it. Raises UsageError if the
+    file asks for a vLLM that cannot run here.
+    """
     inference = plan.specs[0].config.inference
     if inference.engine != "auto" and inference.launch != "auto":
-        return _settled(plan, {"sleep": inference.released or False})
+        return plan
     if broken:
-        return _settled(plan, OWN_ENGINE, f"{OWN}{broken}")
+        return _settled(plan, {"engine": "local"}, f"{OWN}{broken}")
     machine = machine or automatic.machine_of(plan.specs[0].config)
     served = [replace(spec, config=_with_server(spec.config)) for spec in plan.specs]
     reason = _obstacle(served, machine)
     if not reason:
         try:
-            return _settled(plan, *_vllm(served, machine))
-        except DoesNotFitBeside as error:
+            architecture = _architecture(plan.specs[0].config)
+            parameters = architecture.parameters()
+            if inference.engine == "auto" and parameters < smallest:
+                model = plan.specs[0].config.model.model
+                raise NoVllm(f"{model} has {count(parameters)} parameters, and below {count(smallest)} it is faster")
+            return _settled(plan, *_vllm(served, machine, architecture))
+        except NoVllm as error:
             reason = str(error)
     if inference.engine == "auto":
-        return _settled(plan, OWN_ENGINE, f"{OWN}{reason}" if machine.gpus else "")
+        return _settled(plan, {"engine": "local"}, f"{OWN}{reason}" if machine.gpus else "")
     raise UsageError(
         f'[inference] engine = "vllm" cannot start vLLM here: {reason}; give the url of a server, or type '
         "--set inference.engine=local"
@@ -85,26 +95,20 @@ def _obstacle(specs: Sequence[RunSpec], machine: Machine) -> str:
     return "" if machine.vllm else automatic.absence(specs[0].config)
 
 
-def _vllm(specs: Sequence[RunSpec], machine: Machine) -> tuple[dict[str, Any], str]:
-    """Return the settings of a vLLM for these runs, and the note. Raises DoesNotFitBeside."""
+def _vllm(specs: Sequence[RunSpec], machine: Machine, architecture: Architecture) -> tuple[dict[str, Any], str]:
+    """Return the settings of a vLLM for these runs, and the note. Raises NoVllm."""
     config = specs[0].config
-    model = config.model
-    architecture = architecture_of(model.model, model.revision) or _fetched(config)
-    if architecture is None:
-        raise DoesNotFitBeside(f"the config.json of {model.model} could not be read, so that its size is not known")
     names, trainer = list(machine.gpus), int((config.backend.named_gpus or ["gpu:0"])[0].removeprefix("gpu:"))
     if trainer >= len(names):
-        raise DoesNotFitBeside(f"[backend] devices has gpu:{trainer}, and this machine shows {len(names)}")
+        raise NoVllm(f"[backend] devices has gpu:{trainer}, and this machine shows {len(names)}")
     lanes = min(lane_count(specs, on_gpu=True), len(specs))
     total, sizes = machine.gpus[names[trainer]], _sizes(specs, architecture, lanes)
-    if sizes.base <= SMALL_MODEL_BYTES:
-        raise DoesNotFitBeside(f"{model.model} is so small that vLLM takes longer to start than to sample")
     others = [name for name in names if name != names[trainer]]
     rank = max(server_rank(spec.config.model.lora_rank) for spec in specs)
     versions = max(spec.config.published_versions for spec in specs)
     division: Division | None = None
     cards, place = 0, f"on gpu:{trainer} beside the trainer"
-    settings: dict[str, Any] = {"engine": "vllm", "launch_options": None, "python": None, "sleep": False}
+    settings: dict[str, Any] = {"engine": "vllm", "launch_options": None, "python": None}
     if others:
         cards = automatic.cards_needed(machine.gpus[others[0]], sizes.base, len(others))
         settings["launch_gpus"] = ",".join(others[:cards])
@@ -144,14 +148,16 @@ def _sizes(specs: Sequence[RunSpec], architecture: Architecture, lanes: int) -> 
     )
 
 
-def _fetched(config: Config) -> Architecture | None:
-    """Return the sizes of a hub model after downloading its config.json; None if that fails."""
-    model = config.model
-    if model.local_files_only:
-        return None
-    from huggingface_hub import hf_hub_download
+def _architecture(config: Config) -> Architecture:
+    """Return the sizes of the model, after downloading the config.json of a hub model. Raises NoVllm."""
+    name, revision = config.model.model, config.model.revision
+    known = architecture_of(name, revision)
+    if known is None and not config.model.local_files_only:
+        from huggingface_hub import hf_hub_download
 
-    with suppress(OSError, ValueError):
-        hf_hub_download(model.model, "config.json", revision=model.revision)
-        return architecture_of(model.model, model.revision)
-    return None
+        with suppress(OSError, ValueError):
+            hf_hub_download(name, "config.json", revision=revision)
+            known = architecture_of(name, revision)
+    if known is None:
+        raise NoVllm(f"the config.json of {name} could not be read, so that its size is not known")
+    return known

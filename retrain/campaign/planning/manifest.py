@@ -18,7 +18,6 @@ from retrain.campaign.planning.plan import Plan
 from retrain.config import parse_dict
 from retrain.config.campaign import DECIDING_KEYS, CampaignSection
 from retrain.config.evaluation import HELDOUT, PART
-from retrain.config.machine import OWN_ENGINE
 from retrain.config.root import defines_run, flat
 from retrain.config.runs import RunSpec, condition_hash, run_directory
 from retrain.errors import NotReadable, RetrainError, UsageError
@@ -51,9 +50,8 @@ def fingerprint(spec: RunSpec) -> str:
     config = flat(spec.config.model_dump(mode="json", by_alias=True, exclude_defaults=True))
     # Values made by a factory (empty tables and lists) are dumped although they are the default.
     settings = {key: value for key, value in config if defines_run(key) and value not in ({}, [])}
-    for key, value in OWN_ENGINE.items():  # defaults of the releases that wrote the first fingerprints
-        if settings.get(f"inference.{key}") == value:
-            del settings[f"inference.{key}"]
+    if settings.get("inference.engine") == "local":  # the default of the releases that wrote the first fingerprints
+        del settings["inference.engine"]
     return hashlib.sha256(dumps(settings).encode()).hexdigest()[:16]
 
 

@@ -70,8 +70,8 @@ class Division:
     rows: int
 
 
-class DoesNotFitBeside(Exception):
-    """The trainer and vLLM do not fit on the GPU together; the message has the numbers."""
+class NoVllm(Exception):
+    """Why vLLM does not sample here: it does not fit beside the trainer, or is slower. The message has the numbers."""
 
 
 def server_rank(rank: int) -> int:
@@ -138,21 +138,19 @@ def _text(version: Sequence[int]) -> str:
     return ".".join(map(str, version))
 
 
-def divide(total: int, host: int, sizes: Sizes, sleep: str | bool = "auto") -> Division:
+def divide(total: int, host: int, sizes: Sizes, sleep: str | bool = False) -> Division:
     """Divide a GPU of ``total`` bytes between the trainer and vLLM, in a machine with ``host`` bytes of memory.
 
-    With ``sleep = "auto"`` both bases stay on the GPU and only the KV cache is released during updates, if that leaves
+    With ``sleep`` False, both bases stay on the GPU and only the KV cache is released during updates, if that leaves
     an update of UPDATE_SEQUENCES sequences; else the weights of vLLM go to the host's memory too. Other values fix what
-    is released. Raises DoesNotFitBeside.
+    is released. Raises NoVllm.
     """
-    if sleep is False:
-        raise DoesNotFitBeside("[inference] sleep = false leaves no memory for updates on a GPU that vLLM shares")
     trainer = sizes.base + sizes.lanes
     awake = sizes.base + sizes.slots + RESERVE + CONTEXT
     usable, row = int(USABLE * total), sizes.cache * sizes.tokens
     rows = min(max(0, usable - trainer - awake - ACTIVATIONS) // row, sizes.rows)
     if rows < min(LEAST_ROWS, sizes.rows):
-        raise DoesNotFitBeside(
+        raise NoVllm(
             f"{rows} sequences of {sizes.tokens:,} tokens would fit beside two copies of the model on a GPU of "
             f"{total / GIB:.0f} GiB (each {sizes.base / GIB:.1f} GiB; trained adapters {sizes.lanes / GIB:.1f} GiB), "
             f"fewer than {LEAST_ROWS}"
@@ -160,12 +158,12 @@ def divide(total: int, host: int, sizes: Sizes, sleep: str | bool = "auto") -> D
     share = (awake + ACTIVATIONS + rows * row) / total
     update = UPDATE_SEQUENCES * sizes.tokens * sizes.kept
     room = usable - trainer
-    if room - awake >= update and sleep in ("auto", "kv"):
+    if room - awake >= update and sleep in (False, "kv"):
         return Division("kv", rows * row, share, rows)
     if room - asleep_bytes("weights", 0) >= update and sizes.base <= HOST_SHARE * host and sleep != "kv":
         return Division("weights", rows * row, share, rows)
     left = room - (awake if sleep == "kv" else asleep_bytes("weights", 0))
-    raise DoesNotFitBeside(
+    raise NoVllm(
         f"an update of {UPDATE_SEQUENCES} sequences of {sizes.tokens:,} tokens takes {update / GIB:.1f} GiB, and "
         f"{max(0, left) / GIB:.1f} GiB of {total / GIB:.0f} GiB are left beside a sleeping vLLM, whose weights take "
         f"{sizes.base / GIB:.1f} GiB"
@@ -179,15 +177,13 @@ def asleep_bytes(sleep: str, weights: int) -> int:
 
 def cards_needed(total: int, base: int, others: int) -> int:
     """Return how many of ``others`` GPUs of ``total`` bytes vLLM takes for itself, a power of two: as few as hold the
-    base with half as much for the KV cache. Raises DoesNotFitBeside."""
+    base with half as much for the KV cache. Raises NoVllm."""
     count = 1
     while count <= others:
         if 1.5 * base / count + RESERVE + CONTEXT + ACTIVATIONS <= OWN_CARD * total:
             return count
         count *= 2
-    raise DoesNotFitBeside(
-        f"the model takes {base / GIB:.1f} GiB, and vLLM would have {others} × {total / GIB:.0f} GiB"
-    )
+    raise NoVllm(f"the model takes {base / GIB:.1f} GiB, and vLLM would have {others} × {total / GIB:.0f} GiB")
 
 
 def is_composed(launch: str | None) -> bool:
@@ -202,7 +198,7 @@ def command(config: Config, rank: int, lanes: int, versions: int, division: Divi
     batch_invariant = " VLLM_BATCH_INVARIANT=1" if config.training.deterministic else ""
     parts = [
         f"env {ENVIRONMENT}{batch_invariant} {shlex.quote(settings.python or sys.executable)}",
-        "-m vllm.entrypoints.openai.api_server --model {model}",
+        "-m vllm.entrypoints.cli.main serve {model}",
         f"--served-model-name {shlex.quote(config.model.model)} --dtype {'bfloat16' if bfloat16 else 'float32'}",
         # The longest that its KV cache can hold, at most the model's own
         f"--max-model-len auto --max-num-seqs {settings.max_in_flight}",

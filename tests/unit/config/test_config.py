@@ -98,7 +98,7 @@ SINGLE = [
      "the one version of its weights: max_off_policy_steps = 0"),
     ("[sepa]\nsteps = 0\n[algorithm]\ntransform_mode = 'gtpo_sepa'", "without a ramp"),
     ('[inference]\nengine = "mlx"', 'engine = "vllm"'),
-    ('[inference]\nengine = "vllm"', 'url = "http://127.0.0.1:8000", or launch = "vllm serve {model} --enable-lora"'),
+    ('[inference]\nengine = "sglang"', 'url = "http://127.0.0.1:8000", or launch = "vllm serve {model} --enable-lora"'),
     ('[inference]\nengine = "vllm"\nurl = "gpu1:8000"', 'url = "http://gpu1:8000"'),
     ('[inference]\nengine = "vllm"\nurl = "http://a"\n[training]\ntop_p = 0.9', "which tokens were left"),
     ('[inference]\nengine = "vllm"\nurl = "http://a"\n[backpressure]\nenabled = true', "max_in_flight = 64"),

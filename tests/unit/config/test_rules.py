@@ -71,7 +71,7 @@ REFUSED = [
     ({"backend": {"devices": "gpu:0-1"}}, "one process trains on one device"),
     ({"backend": {"shard": "fsdp2"}, "training": {"update_dtype": "bfloat16"}}, 'update_dtype = "model", or shard ='),
     ({"inference": LAUNCH, "backend": {"shard": "dp"}}, 'backend.shard  is "dp", and servers that are launched here'),
-    ({"inference": {"mismatch_limit": 0.1}}, "mismatch_limit"),
+    ({"inference": {"engine": "local", "mismatch_limit": 0.1}}, "mismatch_limit"),
     ({"inference": {"engine": "vllm", "url": "http://a", "replicas": 2}}, "replicas  has no effect without launch"),
     ({"inference": LAUNCH | {"launch_gpus": "0,1,2", "replicas": 2}}, "has 3, which 2 replicas cannot divide up"),
     (SLURM | {"inference": LAUNCH, "backend": {}}, "is no node with a GPU"),
