@@ -18,7 +18,7 @@ Owner = TypeVar("Owner")
 
 @dataclass(frozen=True)
 class RankCollector:
-    """Collects rollouts as ``collect`` does, on all ranks. ``served``: servers sample, and only rank 0 calls them."""
+    """Replaces ``rollouts.collect.collect`` on several ranks. ``served``: servers sample, and rank 0 calls them."""
 
     ranks: RankGroup
     served: bool

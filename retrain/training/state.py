@@ -56,7 +56,7 @@ class RunState:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RunState:
-        """Return the state of a checkpoint; early ones of this layout have neither ``mismatched_steps`` nor
+        """Return the state that a checkpoint holds; early checkpoints have neither ``mismatched_steps`` nor
         ``earlier``."""
         return cls(
             step=data["step"],
