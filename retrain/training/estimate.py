@@ -200,7 +200,6 @@ def trained_parameters(config: Config, architecture: Architecture) -> tuple[int,
 def run_memory(
     config: Config, architecture: Architecture, device: Device, prompt_tokens: int | None = None, lanes: int = 1
 ) -> Memory:
-    """Return the memory of one run, from its resolved configuration, in a cohort of ``lanes`` runs."""
     size = run_size(config, prompt_tokens)
     width, weights = number_bytes(config, device), architecture.parameters()
     adapter, critic = trained_parameters(config, architecture)

@@ -95,7 +95,7 @@ def _earlier_spread(directory: Path | None, measure: Measure) -> Spread | None:
 def _power_lines(
     seeds: int, comparisons: int, spread: Spread | None, target: float | None, scale: float, unit: str
 ) -> list[str]:
-    """Return the power at the target difference; without a spread or a target, at multiples of the pair spread."""
+    """Return lines with the power at the difference ``target``; without it or a spread, at multiples of the spread."""
     if spread is not None and not spread.value:
         return ["these differences are all the same: they cannot tell how much seeds vary"]
     if spread is None or target is None:
@@ -124,7 +124,7 @@ def warnings_of(specs: Sequence[RunSpec]) -> list[str]:
 
 
 def factors(spec: RunSpec, other: RunSpec) -> list[str]:
-    """Return the keys that differ between two conditions, without settings that one of their modes does not use."""
+    """Return the keys in which two conditions differ, except keys that have no effect in one of them."""
     mine, theirs = spec.config.algorithm, other.config.algorithm
     differing = [key for key in ("advantage_mode", "transform_mode") if getattr(mine, key) != getattr(theirs, key)]
     for key in dict.fromkeys([*spec.overrides, *other.overrides]):
@@ -135,7 +135,8 @@ def factors(spec: RunSpec, other: RunSpec) -> list[str]:
 
 
 def _confounded(conditions: Sequence[RunSpec]) -> list[str]:
-    """Warn of conditions that differ from the baseline in several factors, and name one that isolates a factor."""
+    """Return a warning for each condition that differs from the baseline in several factors. It names, if there is one,
+    a condition from which it differs in a single factor."""
     notes, first = [], conditions[0]
     for spec in conditions[1:]:
         differing = factors(spec, first)
@@ -155,7 +156,7 @@ def _confounded(conditions: Sequence[RunSpec]) -> list[str]:
 
 
 def _scales(conditions: Sequence[RunSpec]) -> list[str]:
-    """Warn of advantage modes whose advantages differ in size although they share one learning rate."""
+    """Return a warning if advantage modes of different advantage sizes share one learning rate."""
     scales = [(spec, advantage_of(spec.config.algorithm.advantage_mode).scale) for spec in conditions]
     scaled = [(spec, scale) for spec, scale in scales if scale is not None]
     rates = {spec.config.training.lr for spec, _ in scaled}

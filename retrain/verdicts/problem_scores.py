@@ -42,7 +42,6 @@ def problem_scores(run: RunResult, measure: Measure) -> dict[str, float] | None:
 
 
 def _score(rows: Sequence[Row], metric: str) -> float:
-    """Return the metric for one problem, NaN for metrics that are not defined per problem."""
     correct = [bool(row["correct"]) for row in rows]
     name, _, k = metric.partition("@")
     match name:

@@ -24,8 +24,8 @@ MISSING = "(not recorded)"
 
 @dataclass
 class Approval:
-    """Approval of differences: accepted beforehand, asked about, or refused. ``ask`` shows lines to the user and
-    returns the answer; None if the user cannot be asked. ``notify`` receives accepted lines."""
+    """Approves or refuses differences. ``accept``: all are approved. Otherwise ``ask`` shows new lines to the user and
+    returns the answer; None if the user cannot be asked. ``notify`` receives every approved line."""
 
     accept: bool = False
     ask: Callable[[list[str]], bool] | None = None
@@ -79,9 +79,9 @@ def settings_changes(
 ) -> tuple[list[str], list[str]]:
     """Return changed settings of existing runs: (lines to approve, lines about additional steps).
 
-    ``old`` are resolved configurations and ``entries`` the manifest's, both by run id. More steps need no approval: the
-    user requested them. Raises UsageError for impossible changes: fewer steps than are done, and changed settings of a
-    finished run that gets no more steps.
+    ``old`` are recorded configurations and ``entries`` the manifest's entries, both by run id. More steps need no
+    approval, because the user requested them. Raises UsageError for impossible changes: fewer steps than are done, and
+    changed settings of a finished run that gets no more steps.
     """
     to_approve, extensions = [], []
     for spec in specs:

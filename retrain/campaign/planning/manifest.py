@@ -45,8 +45,8 @@ CLAIM = {MARK, LOCK, LEASE}  # Files by which a process claims a directory
 
 
 def fingerprint(spec: RunSpec) -> str:
-    """Return a hash of a run's resolved configuration without keys that only name outputs. Defaults are left out, so
-    that a later release with more keys continues the run."""
+    """Return a hash of a run's resolved configuration without keys that only name outputs. Default values are left
+    out, so that the hash stays the same in a later release with more keys."""
     config = flat(spec.config.model_dump(mode="json", by_alias=True, exclude_defaults=True))
     # Values made by a factory (empty tables and lists) are dumped although they are the default.
     settings = {key: value for key, value in config if defines_run(key) and value not in ({}, [])}
@@ -106,7 +106,7 @@ def store_declaration(
     """Store the declaration in a manifest's content; until a run has begun, a later start may replace it.
 
     ``before`` are the manifest's entries and ``configs`` the planned configurations of the last start, by run id. Keys
-    that older declarations lack are taken from these, not from the present file.
+    that an older declaration lacks are taken from these two, not from the present file.
     """
     if has_begun(before):
         planned = declaration(specs).to_row()
@@ -117,7 +117,7 @@ def store_declaration(
 
 
 def _planned(before: Sequence[RunEntry], configs: Mapping[str, Values]) -> Row:
-    """Return the declaration of an earlier start; keys that did not exist then have their defaults."""
+    """Return the declaration of the last start; keys that its release did not have get their defaults."""
     defaults = CampaignSection(sequential="off")  # the oldest records have no interim analysis
     campaign = next((config.get("campaign") or {} for config in configs.values()), {})
     steps = {entry.label: entry.max_steps for entry in before if entry.max_steps}
@@ -165,7 +165,7 @@ class Manifest:
         """Create the directory's manifest, or continue the existing one. ``guard`` is called before each write.
 
         Adds new runs of an extended plan; drops unplanned runs as long as no run has begun. Known runs get the plan's
-        max_steps and fingerprint; the caller has had the changes approved. A finished run with more steps becomes
+        max_steps and fingerprint: the caller must have had changes approved. A finished run with more steps becomes
         pending again, and the campaign's CONCLUSIONS are dropped.
         """
         path = directory / MANIFEST
@@ -232,12 +232,11 @@ class Manifest:
         return self.content.get("registry", OFF) != OFF
 
     def declare(self, data: str) -> None:
-        """Add the declaration to the registry, if it is in use and lacks it. ``data`` is the hash of the problems."""
+        """Add the declaration to the registry, unless it is off or already has it. ``data``: hash of the problems."""
         if self.content.get("registry") == ON:
             self.note(registry=self.registry.declare(self.content["declared"], data))
 
     def update(self, run_id: str, without: Sequence[str] = (), **changes: object) -> None:
-        """Change a run's entry, drop its keys ``without``, and schedule a write."""
         self._change(run_id, changes, without)
         self._write_facts({})
 
@@ -405,10 +404,11 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
 
 @contextmanager
 def restored_when_refused(directory: Path, specs: Sequence[RunSpec]) -> Iterator[None]:
-    """Restore the records in ``directory`` if the command is refused before any of its runs has begun.
+    """Restore the records in ``directory`` if the block ends with a refusal before any of the runs has begun.
 
-    Workers need the plan on disk, and some faults are found only after model, data and checkpoints are loaded. A
-    refusal is an error with exit status 2; a run has begun when its ``run.log`` has changed.
+    Records are written before that is known: workers need the plan on disk, and some faults are found only after
+    model, data and checkpoints are loaded. A refusal is an error with exit status 2, or a PermissionError. A run has
+    begun when its ``run.log`` has changed.
     """
     before = {name: _content(directory / name) for name in RECORDS}
     is_new = not (directory / MARK).exists()

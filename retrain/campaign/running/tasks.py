@@ -39,8 +39,8 @@ class Tasks:
         return cls(directory / WORKERS / "tasks")
 
     def open(self) -> int:
-        """Prepare the folder for a new controller: withdraw waiting tasks. Return the highest task number used, without
-        the first digit, which is the task's priority."""
+        """Prepare the folder for a new controller: withdraw waiting tasks. Return the highest task number so far. A
+        task's name is its priority, one digit, followed by its number."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "closed").unlink(missing_ok=True)
