@@ -278,7 +278,7 @@ class Controller:
     def _conclude(self) -> CampaignOutcome:
         states = {entry.state for entry in self.manifest.runs}
         if len(self.specs) > 1 and "done" in states:
-            self.manifest.files.flush()  # the same input as for later readers
+            self.manifest.files.flush()  # ``conclude`` reads it from disk
             self.manifest.note(comparison=conclude(self.directory))
         if self.specs[0].is_campaign:
             _report(self.manifest, self.observer)
@@ -315,7 +315,7 @@ class Controller:
             if retry_failed and "failed" in states.values():
                 failed = [spec for spec in group if states[spec.run_id] == "failed"]
                 works.append(CohortWork(self, failed, again=True))
-        manifest.files.flush()  # the manifest fixes what trains, also after a kill
+        manifest.files.flush()  # a later process trains the same cohorts
         return [work for work in works if work.remaining_runs()]
 
     def _train(self, works: Sequence[CohortWork]) -> bool:

@@ -191,7 +191,7 @@ class Worker:
 
             trainer.guard = lambda directory: locks[directory].check
             end = trainer.do(job, EventSender(partial(self.send, task)), stop)
-            stop()  # runs that another process has taken over did not end here
+            stop()  # raises LeaseLost for runs that another process has taken over: they did not end here
         # Sent after the leases are released, because the controller may let another worker continue the runs.
         self.send(task, replace(end, job=task))
 

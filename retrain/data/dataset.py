@@ -115,7 +115,7 @@ def content_hash(*parts: Sequence[Problem]) -> str:
     for part in parts:
         for problem in part:
             digest.update(json.dumps([_plain(problem), problem.answer, list(problem.tags)]).encode() + b"\n")
-        # Ends a part: a problem that moves to the next part changes the hash.
+        # Marks the end of a part, so that moving a problem to the next part changes the hash.
         digest.update(b"\x1e")
     return digest.hexdigest()
 

@@ -24,7 +24,7 @@ Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions, as chat templa
 
 
 def conversation(problem: Problem, data: Data) -> list[Message]:
-    """Return the chat messages: system prompt, if set, then the problem, its last message put into the template."""
+    """Return the chat messages: system prompt, if set, then the problem, the template applied to its last message."""
     messages: list[Message]
     if isinstance(problem.prompt, str):
         messages = [{"role": "user", "content": problem.prompt}]
@@ -206,7 +206,7 @@ class Conversation:
             if THINK_END in self.messages[index]["content"] and _thought(mark) not in text[at:begin]:
                 return None
             at = begin + len(mark)
-            if end and text[at:].lstrip()[:1] == '"':  # the mark was the name in a call, which ends with the end token
+            if end and text[at:].lstrip()[:1] == '"':  # the mark is a function name: skip the rest of its call
                 at = text.find(end, at)
                 if at < 0:
                     return None
@@ -219,7 +219,7 @@ def _thought(mark: str) -> str:
 
 def _as_calls(messages: Sequence[Message], action_indices: Sequence[int]) -> list[Mapping[str, object]]:
     """Return the messages, with structured calls in place of each action that tool messages answer: one call per
-    answer, named by the action's mark."""
+    answer, whose function name is the action's mark."""
     rewritten: list[Mapping[str, object]] = [dict(message) for message in messages]
     for index in action_indices:
         answers = index + 1

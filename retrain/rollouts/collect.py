@@ -1,4 +1,4 @@
-"""Collects rollouts of many problems: turn k of all live episodes is one decode batch, then the episodes step.
+"""Collects rollouts of many problems: turn k of all live episodes is sampled in one decode batch, then they step.
 
 Episodes step and are graded in other threads than decoding, as soon as the actions of a group are complete. An error of
 an episode ends that episode, with a reason instead of a reward; an error of a grader or the chat template fails the

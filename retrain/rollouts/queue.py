@@ -4,8 +4,8 @@ With the staleness limit k (``[training] max_off_policy_steps``) the rollouts of
 before step max(0, t − k); with k = 0 these are the weights that train on them.
 
 An engine on the trainer's processors samples when rollouts are due, so every update waits for them. A concurrent
-engine (``Engine.is_concurrent``) is called in a thread and samples later steps during an update. Requests are sampled
-and taken in order: long rollouts are not skipped for short ones, so that a step has the same problems with both.
+engine (``Engine.is_concurrent``) is called in a thread and samples later steps during an update. With either engine,
+requests are sampled and taken in order, and long rollouts are not skipped for short ones: a step has the same problems.
 """
 
 import threading
@@ -108,7 +108,7 @@ class RolloutQueue(Generic[Owner]):
             self._offers = {key: offer for key, offer in self._offers.items() if key[0] != owner}
 
     def take(self, due: Mapping[Owner, int]) -> SampledStep[Owner]:
-        """Sample the ``due`` step of every owner, or wait until the thread has. Raises errors of the engine."""
+        """Sample the ``due`` step of every owner, or wait until the thread has sampled it. Raises engine errors."""
         begin = timestamp()
         if self.ahead:
             self._wait(list(due.items()))

@@ -106,7 +106,7 @@ def local_model(
         base.fingerprint,
         base.text,
         engine,
-        workers if ranks is None else Workers(),  # one run at a time has the ranks
+        workers if ranks is None else Workers(),  # ranks train one run at a time
         policy,
         built,
         base.context_length,

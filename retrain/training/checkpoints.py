@@ -119,7 +119,7 @@ def checkpoint_directories(run_directory: Path) -> list[Path]:
         names = sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
         names = []
-    except OSError as error:  # not none: the run must not start again from step 0
+    except OSError as error:  # there may be checkpoints: do not start again from step 0
         raise NotReadable(folder, error) from error
     named = (folder / name for name in names if name.startswith("step_") and name[5:].isdecimal())
     marked = owner_of(run_directory) is not None

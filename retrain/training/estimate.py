@@ -252,7 +252,7 @@ def decoding_copies(architecture: Architecture, width: int, total_memory: int) -
 
 
 def verified_ranks(config: Config) -> int:
-    """Return the largest number of ranks that squeeze verifies on held-out problems; 0 without verification."""
+    """Return the largest number of LoRA ranks that squeeze verifies on held-out problems; 0 without verification."""
     squeeze, held_out = config.squeeze, config.decisive
     if not squeeze.enabled or squeeze.verify == "off" or held_out is None or held_out.problems < 2:
         return 0
@@ -261,8 +261,8 @@ def verified_ranks(config: Config) -> int:
 
 
 def base_bytes(config: Config, architecture: Architecture, width: int) -> int:
-    """Return the bytes of the base's weights, ``width`` per number that is not quantised. Fused experts are not
-    quantised."""
+    """Return the bytes of the base's weights. ``width``: bytes of a number that is not quantised, as in fused experts
+    and outside linear layers."""
     unquantized = architecture.parameters() * width
     if not (config.model.quantized and architecture.dense):
         return unquantized

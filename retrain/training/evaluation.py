@@ -211,6 +211,6 @@ def first_evaluations(run: Run) -> list[Row]:
 
 
 def _subject(run: Run) -> EvaluatedPolicy:
-    # Untrained runs share a random stream, and with it their answers: one evaluation serves all.
+    # Untrained runs share a random stream and therefore their answers, so that one evaluation serves all.
     stream = (run.config.campaign.seed, "base") if run.step == 0 else run.requests.stream
     return EvaluatedPolicy(run.policy_ref, run.environments, stream, run.step)

@@ -68,9 +68,9 @@ def _explanation(now: Sequence[np.ndarray], others: Mapping[str, Sequence[np.nda
 
 
 def _evidence(current: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    """Return the log-likelihood ratio (nats) of ``other`` to ``current`` from their residuals per rollout, for normal
-    noise of unknown variance. Only one of several servers may be at fault, so that the ratio over the rollouts which
-    ``other`` fits better is returned if it is larger than that over all rollouts."""
+    """Return the larger of two log-likelihood ratios (nats) of ``other`` to ``current``: over all rollouts, and summed
+    over the rollouts that ``other`` fits better, because only one of several servers may be at fault. Residuals are
+    given per rollout; their noise is normal with unknown variance."""
 
     def ratio(current_T: np.ndarray, other_T: np.ndarray) -> float:
         return (len(current_T) - 1) * math.log(max(rms(current_T), LEAST) / max(rms(other_T), LEAST))

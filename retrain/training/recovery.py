@@ -47,7 +47,7 @@ class Failures:
             raise error
         self.queue.withdraw(run)
         run.requests.recent.withdraw_from(self.engine)
-        before = run.error  # a run that failed earlier in the step is saved too
+        before = run.error  # a run that has failed is saved too, and may fail again: it is reported once
         run.fail(error)
         if run.error is not None and before is None and not quiet:
             self.observer.run_finished(run.spec, "failed", run.error)

@@ -110,8 +110,8 @@ class RolloutRequests:
         self.resampler = Resampler(training.batch_size, rounds, upcoming, len(cursor.problems)) if rounds else None
 
     def due(self, step: int, ahead: bool = False) -> dict[int, list[RolloutRequest]]:
-        """Return, by step, the requests of ``step`` (the run's next) and with ``ahead`` of all later steps within the
-        staleness limit. Steps that an earlier call returned are left out."""
+        """Return requests by step: those of ``step`` (the run's next step) and, with ``ahead``, of all later steps
+        within the staleness limit. Steps that an earlier call returned are left out."""
         training = self.config.training
         last = min(step + training.max_off_policy_steps * ahead, training.max_steps - 1)
         steps = range(max(step, self.next_step), last + 1)

@@ -148,7 +148,7 @@ def _shared_facts(model: CohortModel, data: Dataset) -> dict[str, object]:
 def _tokenizer_digest(tokenizer: object) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # set by the last call
+        rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # kept from the last call
     else:
         rules = getattr(tokenizer, "get_vocab", dict)()
     parts = [rules, getattr(tokenizer, "chat_template", None)]
@@ -167,7 +167,7 @@ def _teacher_identity(model: CohortModel, spec: RunSpec) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class RunBuilder:
-    """Builds the runs of a cohort; without ``writes`` (ranks other than 0) they write no records and checkpoints."""
+    """Builds the runs of a cohort. Without ``writes`` (on ranks other than 0), runs write no records or checkpoints."""
 
     job: CohortJob
     model: CohortModel

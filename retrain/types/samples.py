@@ -58,8 +58,8 @@ class CreditedRollout(Rollout):
     # Trainer's log-probabilities [T]: before the first of several updates (float64), or, after a single update, those
     # of its forward pass (float32)
     old_logprobs_T: np.ndarray | None = None
-    counted_tokens: int | None = None  # Tokens in the loss's denominator; None for all of them
-    counted_sequences: int | None = None  # Sequences in the loss's denominator; None for all
+    counted_tokens: int | None = None  # Its tokens in the loss's denominator; None: all
+    counted_sequences: int | None = None  # Its sequences in the loss's denominator; None: all
 
     @property
     def has_reward(self) -> bool:

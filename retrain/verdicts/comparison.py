@@ -1,8 +1,8 @@
 """Comparison of every condition with the baseline: differences, intervals, and a verdict in one sentence.
 
 The seed is the replicate: completions are never pooled over seeds. Conditions are paired by seed, because the same seed
-has the same adapter, the same order of problems and the same random numbers. The deciding metric is declared before
-training (`[campaign] primary_metric`); others have no verdict. Failed and missing runs are named.
+has the same initial adapter, order of problems and random numbers. The deciding metric is declared before training
+(`[campaign] primary_metric`); other metrics have no verdict. Failed and missing runs are named.
 """
 
 import re
@@ -331,7 +331,7 @@ def _missing(run: RunResult, measure: Measure) -> MissingRun:
 
 
 def possible(interval: Interval, measure: Measure, *, level: bool = False) -> Interval:
-    """Clip an interval to the range of the measure: for shares [−1, 1] for differences and [0, 1] for levels."""
+    """Clip the interval of a share to possible values: [0, 1] for a ``level``, [−1, 1] for a difference of levels."""
     if not measure.is_share or interval.low is None or interval.high is None:
         return interval
     least = 0.0 if level else -1.0

@@ -89,13 +89,13 @@ def _earlier_spread(directory: Path | None, measure: Measure) -> Spread | None:
     try:
         return pilot_spread(directory, measure)
     except UsageError:
-        return None  # hardly begun, or begun with another metric
+        return None  # too few finished runs, or another metric
 
 
 def _power_lines(
     seeds: int, comparisons: int, spread: Spread | None, target: float | None, scale: float, unit: str
 ) -> list[str]:
-    """Return lines with the power at the difference ``target``; without it or a spread, at multiples of the spread."""
+    """Return lines with the power at the difference ``target``; without it or ``spread``, at multiples of spreads."""
     if spread is not None and not spread.value:
         return ["these differences are all the same: they cannot tell how much seeds vary"]
     if spread is None or target is None:

@@ -83,7 +83,7 @@ def declared_entries(directory: Path, manifest: Values) -> list[Row]:
 def deviations(
     directory: Path, declared: Values, entries: Sequence[Values], configs: Mapping[str, Values]
 ) -> list[str]:
-    """Return a clause for each way in which runs differ from the declaration, with the runs that it concerns.
+    """Return a clause for each way in which runs differ from the declaration, with the ids of these runs.
 
     ``configs`` are the contents of the runs' ``config.json``, by run id.
     """

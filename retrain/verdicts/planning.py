@@ -128,7 +128,7 @@ def _from_here(path: Path) -> str:
 
 
 def pair_spread(differences: Sequence[Sequence[float]]) -> float | None:
-    """Return the standard deviation of paired differences within conditions; None if no condition has two pairs."""
+    """Return the standard deviation of paired differences, pooled over conditions; None if none has two pairs."""
     groups = [np.asarray(values) for values in differences if len(values) > 1]
     freedom = sum(len(values) - 1 for values in groups)
     if not freedom:

@@ -2,7 +2,7 @@
 
 Different measurements are refused: other held-out problems, or the same problems sampled differently. Runs of one
 condition are pooled over directories when their settings agree; otherwise they are kept apart as ``label@directory``
-and the keys are named. Different data, base weights, code or lengths of training are noted.
+and the differing keys are named. Different data, base weights, code or lengths of training are noted.
 """
 
 from collections.abc import Callable, Sequence

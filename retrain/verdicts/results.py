@@ -200,9 +200,9 @@ class RunResult:
             return 0.0
         kind, k = rate[2], int(rate[3] or 1)
         answer = 1.0 / samples
-        if kind == "pass":  # the first right answer of a problem
+        if kind == "pass":  # most, if the changed answer is the problem's only right one
             answer = min(k, samples) / samples
-        elif kind == "maj":  # a block of k votes
+        elif kind == "maj":  # the changed answer decides a vote among k
             answer = 1.0 / max(1, samples // k)
         return answer / problems * math.sqrt(sum(weight**2 for weight in self.weights(measure).values()))
 

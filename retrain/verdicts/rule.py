@@ -164,8 +164,8 @@ def flipped(values: Floats, signs: Floats) -> Floats:
 
 
 def outlier_places(differences: Floats, typical: float, margin: float | None) -> tuple[int, ...]:
-    """Return the positions of differences that are farther from ``typical`` than 5 times the median distance from it
-    and than twice ``margin`` (None: 0)."""
+    """Return the positions of differences whose distance from ``typical`` exceeds both 5 times the median distance and
+    twice the ``margin`` (None: 0)."""
     distances = np.abs(differences - typical)
     bound = max(OUTLIER_MEDIANS * float(np.nanmedian(distances)), OUTLIER_MARGINS * (margin or 0.0)) + ZERO
     return tuple(np.flatnonzero(distances > bound).tolist())
@@ -180,7 +180,7 @@ def _range(values: Floats) -> tuple[Floats, Floats]:
 
 def _patterns(values: Floats, planned: int) -> Patterns:
     seeds = values.shape[1]
-    # Sampled patterns are drawn for all planned seeds, so that the interim analysis sees the beginnings of the same.
+    # Sampled patterns are drawn for all planned seeds, so that the interim analysis has the same, cut to its seeds.
     signs = _enumerated(seeds) if planned <= MOST_ENUMERATED_SEEDS else _sampled(planned)[:, :seeds]
     statistics = flipped(values - typical_differences(values)[:, None], signs)
     others = [np.delete(statistics, row, axis=0).max(axis=0, initial=0.0) for row in range(len(values))]

@@ -1,8 +1,8 @@
 """Run workers in a Ray cluster: Ray places an actor for each worker, which starts the worker's process on its node.
 
-The separate process keeps Ray's libraries out of the worker. Ray restarts an actor whose node is lost on another node,
-where it starts another worker. Actors are detached: they outlive a killed controller, and exit when their worker has
-ended.
+The separate process keeps Ray's libraries out of the worker. When a node is lost, Ray restarts its actors on other
+nodes, where they start new workers. Actors are detached: they outlive a killed controller, and exit when their worker
+has ended.
 """
 
 from __future__ import annotations

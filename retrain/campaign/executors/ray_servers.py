@@ -1,4 +1,4 @@
-"""Launch the servers of ``[inference] launch`` in a Ray cluster, and restart them on other nodes when theirs is lost.
+"""Launch the servers of ``[inference] launch`` in a Ray cluster, and restart them elsewhere when a node is lost.
 
 An actor runs the server's process on its node, as ``engines.server.launch`` does locally: it checks the server's
 health, restarts it when it dies or hangs, and ends it. The controller polls the actors, replaces lost ones, and sends

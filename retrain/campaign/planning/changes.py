@@ -1,7 +1,7 @@
 """Compare a continued run with its records; a person approves every difference.
 
-Compared are the resolved configuration, the code of retrain and plug-ins, package versions, the base model's weights
-and tokenizer, the data, device and number format.
+The comparison covers the resolved configuration, the code of retrain and plug-ins, package versions, the base model's
+weights and tokenizer, the data, device and number format.
 """
 
 from collections.abc import Callable, Mapping, Sequence

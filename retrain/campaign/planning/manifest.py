@@ -146,7 +146,7 @@ class Manifest:
         # Guards entries and their JSON texts, which callers change while the writing thread joins them
         self._lock = threading.Lock()
         self._run_texts: dict[str, str] = {}
-        # Runs whose JSON text is older than their entry. The next write updates it: callers should not wait for that
+        # Runs whose JSON text is older than their entry. The writing thread renews it, so that callers need not wait
         self._changed = set(self._by_id)
         self._fact_texts = {key: _fact_text(key, value) for key, value in content.items() if key != "runs"}
         self._waits = False
@@ -164,9 +164,9 @@ class Manifest:
     ) -> Manifest:
         """Create the directory's manifest, or continue the existing one. ``guard`` is called before each write.
 
-        Adds new runs of an extended plan; drops unplanned runs as long as no run has begun. Known runs get the plan's
-        max_steps and fingerprint: the caller must have had changes approved. A finished run with more steps becomes
-        pending again, and the campaign's CONCLUSIONS are dropped.
+        Adds new runs of an extended plan; if no run has begun, drops recorded runs that the plan lacks. Known runs get
+        the plan's max_steps and fingerprint: the caller must have had changes approved. A finished run with more steps
+        becomes pending again, and the campaign's CONCLUSIONS are dropped.
         """
         path = directory / MANIFEST
         new = CampaignManifest(format=1, name=name, created=time.time(), runs=[])
@@ -216,7 +216,8 @@ class Manifest:
         self._change(run_id, {"step": step})
 
     def seal(self, run_id: str, label: str, seal: Values) -> None:
-        """Store the seal of a run's evaluations (empty: remove it). A condition's first seal declares its problems."""
+        """Store the seal of a run's evaluations (empty: remove the seal). A condition's first seal also declares which
+        problems the condition is evaluated on."""
         self._change(run_id, {"seal": dict(seal)} if seal else {}, () if seal else ("seal",))
         declared = self.content.get("declared") or {}
         data = declared.get("data") or {}
@@ -316,7 +317,7 @@ class CampaignObserver(NullObserver):
         entry = self.manifest.run(spec.run_id)
         if status == "failed":
             changes["log"] = str(Path(entry.path) / LOG)
-        if status == "done" and self.manifest.is_registered:  # first: after a kill it is repeated
+        if status == "done" and self.manifest.is_registered:  # before the update: repeated after a kill
             self.manifest.registry.finish(entry, self.manifest.content["declared"])
         self.manifest.update(spec.run_id, without=["worker"], **changes)
         self.observer.run_finished(spec, status, message)

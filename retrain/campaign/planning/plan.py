@@ -98,7 +98,7 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
         return parse_dict(data)
     run_id = f"{label}_s{seed}"
     name = logging["wandb_run_name"] or run_id
-    logging["wandb_run_name"] = name if name.endswith(run_id) else f"{name}_{run_id}"  # the same if planned again
+    logging["wandb_run_name"] = name if name.endswith(run_id) else f"{name}_{run_id}"  # a recorded name already ends so
     logging["wandb_group"] = logging["wandb_group"] or label
     own_tags = [label, f"seed{seed}"]
     logging["wandb_tags"] = own_tags + [tag for tag in logging["wandb_tags"] if tag not in own_tags]

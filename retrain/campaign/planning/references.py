@@ -182,8 +182,8 @@ CustomRewards = Mapping[str, CustomCode]  # Keyed by `_code_of(grader)`
 
 
 def custom_rewards(plan: Plan) -> CustomRewards:
-    """Load every custom reward of a plan once, and return its columns or its fault. As in training, a worker process
-    loads the user's module: it is never imported into this process."""
+    """Load every custom reward of a plan once, and return the columns or the fault of each. As in training, a worker
+    process loads the user's module: it is never imported into this process."""
     codes: dict[str, CustomCode] = {}
     for table, part in (each for spec in plan.specs for each in spec.config.graders):
         module, functions = part.custom_module, part.custom_function

@@ -61,7 +61,7 @@ def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) 
         return JobEnded(status="stopped", reason=str(end))
     except (StorageError, LeaseLost):
         raise
-    except ServerFailed as error:  # they can continue once a server answers
+    except ServerFailed as error:  # the runs can continue once a server answers
         for run in cohort.runs:
             if run.active:
                 run.recorder.record_server(run.step, str(error), "error")

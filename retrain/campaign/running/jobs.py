@@ -103,7 +103,7 @@ class WorkItem(Protocol):
 
     @property
     def trains(self) -> bool:
-        """True if its jobs train. After a request to stop, only items that do not train begin."""
+        """True if the item's jobs train. After a request to stop, only items that do not train begin."""
         ...
 
     def job(self) -> Job | None: ...

@@ -102,7 +102,7 @@ class JobEnded:
     """Last event of a job. ``status``: "done" (each run has ended), "stopped" (as requested, all saved), "too_large"
     (only ``lanes`` of the runs fit into memory together), "changed" (``changes`` from the runs' records were not
     accepted) or "died" (the process is gone; its runs are at their last checkpoints). With "too_large" and "changed"
-    nothing was trained. ``reason`` is for a person."""
+    nothing was trained. ``reason``: text for messages."""
 
     job: str = ""
     status: Literal["done", "stopped", "too_large", "changed", "died"] = "done"
@@ -225,7 +225,7 @@ class Executor(Protocol):
         ...
 
     def notes(self) -> Iterable[Message]:
-        """Return messages for the user, each once."""
+        """Return messages for the user that earlier calls did not return."""
         ...
 
     def kill(self, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""Evaluate adapters of several ranks on a run's held-out problems."""
+"""Evaluate adapters of several LoRA ranks on a run's held-out problems."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -61,7 +61,7 @@ def evaluate_ranks(
             adapter = lanes.new_adapter(ranks[-1], next(iter(stored.scales.values())) * ranks[-1])
             adapter.load(stored.tensors)
             engine.publish(ref := PolicyRef(f"rank {ranks[-1]}", 0), LocalSnapshot(adapter.frozen()))
-            # The random streams of the run's final evaluation, so that all ranks have common random numbers.
+            # The random streams of the run's final evaluation, so that all adapters have common random numbers.
             subject = EvaluatedPolicy(ref, {held_out.name: environment}, stream, config.training.max_steps)
             (record,) = evaluator.evaluate(held_out, [subject])
             engine.forget()

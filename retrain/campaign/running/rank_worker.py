@@ -1,4 +1,4 @@
-"""Run the jobs of rank 0 on another rank at the same time, until rank 0 ends."""
+"""Run the same jobs as rank 0, at the same time, on another rank, until rank 0 ends."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def follow_torchrun() -> int:
 
 
 def follow_started(rank: int, count: int, port: int) -> None:
-    """Run as a rank that rank 0 has started, and end this process."""
+    """Run this process as a rank that rank 0 has started; does not return."""
     parent = os.getppid()
     store = TCPStore(HOST, port, None, False)
     store.set(f"rank {rank}", "here")

@@ -35,7 +35,7 @@ BOOT = (
 HOST = "127.0.0.1"
 JOIN_SECONDS = 600.0  # Seconds that started ranks may take to connect; they import torch first
 PATIENCE_SECONDS = 10.0  # Seconds that ranks may take to end before they are killed
-DEATH_SECONDS = 2.0  # Seconds between a lost connection and the end of its process
+DEATH_SECONDS = 2.0  # Seconds within which a process ends after its connection was lost
 WATCH_SECONDS = 0.5
 STUCK_SECONDS = 20.0  # Seconds after a rank's death within which this process must notice it by itself
 
@@ -66,7 +66,7 @@ class Team:
             ranks.from_first("next job", lambda: (job, self._places))
 
     def close(self) -> None:
-        """Stop the ranks, and let this process use the whole machine again."""
+        """Stop the ranks, and restore this process's number of threads and share of memory."""
         self._closed.set()
         ranks, count = self._ranks, int(os.environ["WORLD_SIZE"]) if self.under_torchrun else 1
         if ranks is None and count > 1:

@@ -107,8 +107,8 @@ class WorkerSlot:
 
 
 class ServerNews:
-    """Starts the servers of a campaign's ``directory`` and sends their addresses to the workers. ``launch`` starts the
-    servers; None if the campaign launches none."""
+    """Calls ``launch`` to start a campaign's servers, and sends their addresses to the workers by a file in
+    ``directory``. ``launch`` is None if the campaign launches no servers."""
 
     def __init__(self, directory: Path, launch: Callable[[Notify], Fleet] | None):
         self.path, self.launch = directory / WORKERS / SERVER_NEWS, launch
@@ -262,7 +262,7 @@ class CampaignWorkers:
                 yield JobEnded(name, "stopped")
 
     def _poll(self, slot: WorkerSlot) -> Iterator[Event]:
-        # The executor and the process number are asked before the events are read: after its end, a worker writes none.
+        # Both are read before the events: if they show that the worker has ended, the events are complete.
         exit_report = self.executor.look(slot.number) if slot.is_occupied else None
         process = newest(slot.home)
         if slot.events is None and process > slot.process:
