@@ -87,7 +87,7 @@ class Saver:
             self.close()
 
     def save_if_due(self, runs: Sequence[Run], points: Mapping[Run, RollbackPoint]) -> list[Run]:
-        """Save all runs if one is due, done, or has just failed; return the done runs, after their saves.
+        """Save all runs if a run is due for saving, done, or has just failed; return the done runs, after their saves.
 
         A run that failed is saved as it was at its rollback point, if its weights have not changed since.
         """

@@ -305,7 +305,7 @@ class Run:
     # -- a step, in order ---------------------------------------------------------------------------------------
 
     def begin_step(self, engine: Engine) -> None:
-        """Anneal the adapter's rank if the step begins a stage, and publish changed weights."""
+        """Lower the adapter's rank if a stage of rank annealing begins with this step; publish changed weights."""
         ref = self.policy_ref
         for line in self.policy.begin_step(self.step):
             self.recorder.log(line)

@@ -25,8 +25,8 @@ class SharedState(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RunState:
-    """Everything that a checkpoint holds besides tensors. Random streams have no state: they are functions of the
-    counters."""
+    """Everything that a checkpoint holds besides tensors. Random streams have no state: they are functions of the seed
+    and these counters."""
 
     step: int  # Optimizer steps done, which is the next step to run
     cursor: int  # Training problems taken from the data so far

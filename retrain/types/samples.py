@@ -114,7 +114,6 @@ class CreditedBatch:
 
     @property
     def trained(self) -> list[CreditedRollout]:
-        """Return the credited rollouts of groups that are not discarded."""
         kept = [group for group in self.groups if group.discarded is None]
         return [rollout for group in kept for rollout in group.rollouts if rollout.is_credited]
 

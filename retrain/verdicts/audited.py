@@ -76,7 +76,6 @@ class AuditComparison:
 
 
 def audited(runs: Sequence[RunResult], labels: Sequence[str]) -> list[AuditComparison]:
-    """Return the comparison of reward and audit for each condition with finished runs and each audited held-out set."""
     names = dict.fromkeys(name for run in runs for name in run.set_names)
     finished = [run for run in runs if run.done]
     audits = [_audit(label, name, finished) for name in names for label in labels]

@@ -1,8 +1,8 @@
 """Report before training which differences a campaign can detect, and where its design misleads.
 
 The sources are the plan, the table of the rule's power and, if there is one, an earlier campaign. The spread is the
-standard deviation of paired differences between conditions, from which common seeds, problems and random numbers have
-already been removed.
+standard deviation of paired differences between conditions. What the two runs of a pair have in common (seed, problems,
+random numbers) does not add to it.
 """
 
 from collections.abc import Sequence
@@ -135,8 +135,6 @@ def factors(spec: RunSpec, other: RunSpec) -> list[str]:
 
 
 def _confounded(conditions: Sequence[RunSpec]) -> list[str]:
-    """Return a warning for each condition that differs from the baseline in several factors. It names, if there is one,
-    a condition from which it differs in a single factor."""
     notes, first = [], conditions[0]
     for spec in conditions[1:]:
         differing = factors(spec, first)
@@ -156,7 +154,6 @@ def _confounded(conditions: Sequence[RunSpec]) -> list[str]:
 
 
 def _scales(conditions: Sequence[RunSpec]) -> list[str]:
-    """Return a warning if advantage modes of different advantage sizes share one learning rate."""
     scales = [(spec, advantage_of(spec.config.algorithm.advantage_mode).scale) for spec in conditions]
     scaled = [(spec, scale) for spec, scale in scales if scale is not None]
     rates = {spec.config.training.lr for spec, _ in scaled}

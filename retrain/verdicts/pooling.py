@@ -198,7 +198,6 @@ def _names(directories: Sequence[Path]) -> list[str]:
 
 
 def _require_same_evaluation(sources: Sequence[Source], held_out: str) -> None:
-    """Raise UsageError when the problems of a held-out set, or how they are sampled, differ between directories."""
     seen: dict[str, tuple[str, object]] = {}
     for source in sources:
         for run in source.runs:

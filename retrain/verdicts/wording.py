@@ -146,7 +146,6 @@ def brackets(ends: Sequence[float] | None, measure: Measure, *, sign: bool = Tru
 
 
 def number(value: float, measure: Measure, *, sign: bool = False) -> str:
-    """Format a difference or level: in percent with one decimal for shares, else with three significant digits."""
     return points(value, sign=sign) if measure.is_share else minus(f"{value:{'+' if sign else ''}.3g}")
 
 

@@ -37,7 +37,7 @@ def ray_module() -> Any:
 
 
 def connect(config: Config, folder: Path) -> None:
-    """Connect to the cluster. With ``[ray] ship``, other machines get retrain's code and ``folder``'s files."""
+    """Connect to the cluster. With ``[ray] ship``, other machines get retrain's code and the files in ``folder``."""
     ray, mine = ray_module(), dict(config.ray.runtime_env)
     address = _head_address(config.ray.address)
     _init(address, mine)

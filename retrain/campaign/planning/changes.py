@@ -50,7 +50,7 @@ class Approval:
 
 def version_changes(home: Path, spec: RunSpec, folder: Path) -> list[str]:
     """Return a line for each recorded version (retrain, plug-ins, packages) of a run that differs from the present one.
-    If a run with checkpoints has no record, the only line says so."""
+    If a run with checkpoints has no record, the only line says that the record is lost."""
     facts = intact_config(home)
     if not facts:
         begun = checkpoint_paths(home)

@@ -106,7 +106,7 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
 
 
 def cohorts(specs: Sequence[RunSpec], lanes: int, across_seeds: bool = True) -> list[list[RunSpec]]:
-    """Group consecutive runs of equal ``base_key``, at most ``lanes`` each; over several seeds if ``across_seeds``."""
+    """Group consecutive runs of equal ``base_key``: at most ``lanes`` runs, and of one seed unless ``across_seeds``."""
     groups: list[list[RunSpec]] = []
     for spec in specs:
         last = groups[-1] if groups else []

@@ -361,7 +361,7 @@ def _location(loaded: LoadedConfig, key: str, value: object) -> str:
 def check_places(directory: Path, specs: Sequence[RunSpec]) -> None:
     """Raise NotOurs if training these runs in ``directory`` would overwrite others' files.
 
-    Checks the directory and those of its runs, future checkpoints and adapters, [backend] adapter_path and [squeeze]
+    Checks the directory, its runs' directories, future checkpoints and adapters, [backend] adapter_path and [squeeze]
     output_path. Raises UsageError for links and for a damaged manifest.
     """
     check_claim(directory)

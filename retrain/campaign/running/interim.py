@@ -79,7 +79,6 @@ class InterimMonitor:
         return math.nan if value is None else value
 
     def _stop(self, record: InterimAnalysis, under_way: Container[str]) -> set[str]:
-        """Mark unneeded runs of later seeds as stopped; return those that are under way instead of marking them."""
         unwanted = set[str]()
         are_all_decided = len(record.decided) == len(record.differences)
         planned = len(self.manifest.declared.seeds)

@@ -199,8 +199,8 @@ def command_of(program: Sequence[str], directory: Path, slot: int | str, device:
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """End of a worker's process. ``reason`` completes "worker 1 …". ``excused``: it was preempted, lost its machine or
-    ended in order, so that its task does not count as a failure. ``final``: the slot gets no other worker."""
+    """End of a worker's process. ``reason`` completes "worker 1 …". ``excused``: the worker was preempted, lost its
+    machine or ended in order, so that its task does not count as failed. ``final``: the slot gets no other worker."""
 
     reason: str
     excused: bool = False

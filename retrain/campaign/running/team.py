@@ -182,7 +182,7 @@ class Team:
 def joined(
     rank: int, count: int, device: str, store: TCPStore | None = None, blame: Callable[[], str] = str
 ) -> RankGroup:
-    """Return the connection of this rank once all ranks have connected; ``device`` is rank 0's device type."""
+    """Connect this rank, once all ranks are there. ``device``: type of rank 0's devices; other ranks receive it."""
     from retrain.ranks import RankGroup
 
     ranks = RankGroup(rank, count, store, blame)
