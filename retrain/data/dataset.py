@@ -121,8 +121,8 @@ def content_hash(*parts: Sequence[Problem]) -> str:
 
 
 def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str]:
-    """Return a list of one SHA-256 (hex), of the values of these columns over all problems in order; [] without
-    columns. Grading reads them, so that a change of their values, unlike other metadata, makes another task."""
+    """Return a list with one SHA-256 (hex), of the values in these columns over all problems in order; [] without
+    columns. Grading reads these columns, so that other values, unlike other metadata, change the task."""
     if not columns:
         return []
     digest = hashlib.sha256()

@@ -84,8 +84,8 @@ class _Pool:
         return notes
 
     def rule(self, as_declared: bool) -> DeclaredRule:
-        """Return a single campaign's declared rule if metric and baseline are ``as_declared``, else one without interim
-        analysis."""
+        """Return a single campaign's declared rule if metric and baseline are ``as_declared``, else a rule without
+        interim analysis."""
         if len(self.sources) == 1 and as_declared:
             return self.sources[0].rule
         return DeclaredRule(earlier=next((source.rule.earlier for source in self.sources if source.rule.earlier), ""))
@@ -227,7 +227,7 @@ def _evaluation_facts(run: RunResult, held_out: str) -> dict[str, object]:
 
 
 def _keep_apart(sources: Sequence[Source]) -> list[str]:
-    """Rename, in place, conditions with other settings than the same label in an earlier directory; return notes."""
+    """Rename, in place, conditions whose label has other settings in an earlier directory; return notes."""
     notes: list[str] = []
     first: dict[str, tuple[Source, Row]] = {}
     for source in sources:

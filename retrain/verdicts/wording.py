@@ -132,7 +132,7 @@ def difference_words(condition: ConditionSummary, measure: Measure) -> str:
 
 
 def new_problems(condition: ConditionComparison, measure: Measure) -> list[float] | None:
-    """Return the interval for new problems; None without one, or if it prints like the interval for these problems."""
+    """Return the interval for new problems; None if there is none, or if the one for these problems prints alike."""
     wider = condition.difference_new_problems
     if wider is None or wider.low is None or wider.high is None:
         return None
