@@ -122,7 +122,7 @@ def content_hash(*parts: Sequence[Problem]) -> str:
 
 def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str]:
     """Return a list with one SHA-256 (hex), of the values in these columns over all problems in order; [] without
-    columns. Grading reads these columns, so that other values, unlike other metadata, change the task."""
+    columns. ``content_hash`` leaves metadata out, but a change of columns that grading reads changes the task."""
     if not columns:
         return []
     digest = hashlib.sha256()

@@ -165,8 +165,8 @@ class EvalRecord:
 class StepRecord:
     """One optimizer step of one run, from which the recorder computes all metrics.
 
-    ``groups``: all groups of the batch before filtering. ``dropped``: groups that dynamic sampling replaced, which
-    count only as sampled. ``update``: metrics of the update by catalogue key (loss, optim/grad_norm, val/ratio, …).
+    ``groups``: all groups of the batch before filtering. ``dropped``: groups that dynamic sampling replaced; they count
+    only in metrics of all sampled completions. ``update``: metrics of the update by catalogue key (loss, val/ratio, …).
     ``state``: metrics of controllers (sepa_lambda, …). ``spans``: (name, start, end) of the step's parts, in seconds
     since the epoch; names as in ``time/<name>``.
     """

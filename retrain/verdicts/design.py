@@ -95,7 +95,8 @@ def _earlier_spread(directory: Path | None, measure: Measure) -> Spread | None:
 def _power_lines(
     seeds: int, comparisons: int, spread: Spread | None, target: float | None, scale: float, unit: str
 ) -> list[str]:
-    """Return lines with the power at the difference ``target``; without it or ``spread``, at multiples of spreads."""
+    """Return lines with the power at the difference ``target``. If ``target`` or ``spread`` is None, the power is given
+    at multiples of the pair spread."""
     if spread is not None and not spread.value:
         return ["these differences are all the same: they cannot tell how much seeds vary"]
     if spread is None or target is None:
