@@ -95,10 +95,10 @@ def execute(
 ) -> CampaignOutcome:  # fmt: skip
     """Train a checked plan, or continue it if its directory already holds part of it.
 
-    Finished runs are skipped unless the plan has more steps, failed runs unless ``retry_failed``. ``approval`` accepts
-    or refuses differences from the directory's records; None refuses all. ``executor`` replaces the configured
-    executor, and is closed at the end. Raises StorageError when the directory cannot be written, LeaseLost when another
-    process has taken it over.
+    Finished runs are skipped unless the plan has more steps; failed runs are skipped unless ``retry_failed``.
+    ``approval`` accepts or refuses differences from the directory's records; None refuses all. ``executor`` replaces
+    the configured executor, and is closed at the end. Raises StorageError when the directory cannot be written,
+    LeaseLost when another process has taken over the directory.
     """
     lock = DirectoryLock(plan.directory, observer.message)
     approval, executor = approval or Approval(), executor or executor_of(plan, lambda directory: lock.check)
@@ -125,8 +125,9 @@ def execute(
 def executor_of(plan: Plan, guard: Guard = allow_all) -> CampaignWorkers | InProcess:
     """Return the executor that a plan's configuration selects.
 
-    ``guard`` returns a run directory's check before each write in this process; workers hold their own leases. Raises
-    UsageError if a configured device does not exist, or if processes that torchrun has started are not used.
+    ``guard`` maps a run's directory to the check that precedes each write of this process (workers hold leases of their
+    own). Raises UsageError if a configured device does not exist, or if torchrun has started processes that the
+    configuration does not use.
     """
     config = plan.specs[0].config
     if torchrun_rank() is not None and config.backend.shard == "none":
@@ -151,7 +152,7 @@ def _write_facts(directory: Path, loaded: LoadedConfig) -> None:
 
 
 def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[], None]) -> Manifest:
-    """Approve differences from the directory's records; return its manifest with declaration and registry state."""
+    """Have differences from the directory's records approved; return the manifest, with declaration and registry."""
     directory, configs = plan.directory, planned_configs(plan.directory)
     entries, lost = recorded_entries(directory, plan.specs)
     _approve(plan, observer, approval, lost, entries)
@@ -189,9 +190,9 @@ def _approve(
 
 @dataclass(eq=False)
 class CohortWork:
-    """Work item of one cohort. ``job`` looks up which runs remain, because the interim analysis may have stopped some,
-    and a worker that died may have finished others. ``again``: all of these runs have failed, and each resumes from its
-    own newest checkpoint."""
+    """Work item of one cohort. ``job`` looks up which runs remain, because the interim analysis may have stopped some
+    runs and a worker that died may have finished others. ``again``: all of these runs have failed, and each resumes
+    from its own newest checkpoint."""
 
     controller: Controller
     specs: Sequence[RunSpec]
@@ -206,7 +207,7 @@ class CohortWork:
         """Return the runs of the next job; none when all have ended.
 
         Includes failed runs of an unfinished cohort: if the other runs resume before the step at which a run failed,
-        their batches must contain it until that step.
+        their decode batches must contain the failed run until that step, to be the same as before.
         """
         group = [spec for spec in self.specs if self._entry(spec).state not in ("done", "stopped")]
         if self.again or any(self._entry(spec).state != "failed" for spec in group):
@@ -269,8 +270,8 @@ class Controller:
         runner = (
             InProcessRunner(executor, self.recording, self.stop.is_due) if isinstance(executor, InProcess) else executor
         )
-        # Workers may continue waiting tasks without a controller, but not runs that the interim analysis may drop;
-        # with lanes = "auto" those are published after it.
+        # Workers may begin waiting tasks without a controller, but not runs that the interim analysis may stop. With
+        # lanes = "auto" such runs are published only after the analysis.
         may_stop = self.interim is not None and plan.specs[0].config.campaign.lanes != "auto"
         room = len(plan.specs) if isinstance(executor, CampaignWorkers) and not may_stop else executor.slots
         self.scheduler = Scheduler(runner, on_event, self._after, self.stop.is_due, restarts, room)
@@ -296,7 +297,7 @@ class Controller:
     def _conclude(self) -> CampaignOutcome:
         states = {entry.state for entry in self.manifest.runs}
         if len(self.specs) > 1 and "done" in states:
-            self.manifest.files.flush()  # the same input as for later readers
+            self.manifest.files.flush()  # ``conclude`` reads it from disk
             self.manifest.note(comparison=conclude(self.directory))
         if self.specs[0].is_campaign:
             _report(self.manifest, self.observer)
@@ -335,13 +336,13 @@ class Controller:
             if retry_failed and "failed" in states.values():
                 failed = [spec for spec in group if states[spec.run_id] == "failed"]
                 works.append(CohortWork(self, failed, again=True))
-        manifest.files.flush()  # the manifest fixes what trains, also after a kill
+        manifest.files.flush()  # a later process trains the same cohorts
         return [work for work in works if work.remaining_runs()]
 
     def _train(self, works: Sequence[CohortWork]) -> bool:
         """Execute the work items and the rank analyses that are due; return False if a request to stop came first."""
         try:
-            # Without cohorts: killed after the last run and before its analysis.
+            # There may be no cohorts, if an earlier process was killed between the last run and its rank analysis.
             parts = [*self._around_interim(works), self._squeezes]
             return all(self.scheduler.carry_out(part()) for part in parts)
         except (StorageError, DeviceLost, ServerFailed, WorkersLost) as error:
@@ -368,7 +369,7 @@ class Controller:
         if end.status == "changed":
             self.approval(self.directory, end.changes)
         if end.status in ("changed", "stopped"):
-            more = [item]  # the interim analysis may have stopped it, and then decides about the rest
+            more = [item]  # its next job leaves out runs that the interim analysis has stopped
         if end.status == "too_large":
             more = self._in_parts(item, end)
         return [*more, *self._after_interim()]
@@ -445,11 +446,11 @@ def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[Ru
 
 
 def _squeezed_label(content: Values) -> str | None:
-    """Return the label of the condition in ``squeeze``, None without one; old records have only the run's path."""
     report = content.get("squeeze")
     if not report:
         return None
     name = Path(report["run"]).parent.name
+    # Old records have only the run's path, not the label of its condition.
     return report.get("label") or next((run["label"] for run in content["runs"] if run["run_id"] == name), None)
 
 

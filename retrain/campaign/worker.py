@@ -150,7 +150,7 @@ class Worker:
         return 0
 
     def stop_after_step(self, requeue: bool = False) -> None:
-        """Finish the current step, save, and end. ``requeue``: Slurm has announced the time limit."""
+        """Let the worker finish its current step, save, and end. ``requeue``: Slurm has announced the time limit."""
         self.requeued = self.requeued or requeue
         self.ending.set()
 
@@ -191,8 +191,8 @@ class Worker:
 
             trainer.guard = lambda directory: locks[directory].check
             end = trainer.do(job, EventSender(partial(self.send, task)), stop)
-            stop()  # runs that another process has taken over did not end here
-        # After the leases: the controller may have the runs trained on elsewhere.
+            stop()  # raises LeaseLost for runs that another process has taken over: they did not end here
+        # Sent after the leases are released, because the controller may let another worker continue the runs.
         self.send(task, replace(end, job=task))
 
     def _watch(self) -> None:

@@ -125,7 +125,7 @@ def _expressions(level: str, numbers: np.random.Generator) -> list[str]:
 
 
 def _chain(sign: int, factor: int, a: int, b: int, c: int) -> str:
-    """Return ``factor*a-b+c`` if ``sign``, else ``factor*a+b-c`` (no factor 1); "" if a partial sum is negative."""
+    """Return ``factor*a-b+c`` if ``sign``, else ``factor*a+b-c``, without a factor of 1; "" if a sum is negative."""
     start, value = (str(a), a) if factor == 1 else (f"{factor}*{a}", factor * a)
     if sign:
         return f"{start}-{b}+{c}" if value >= b else ""

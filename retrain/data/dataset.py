@@ -22,8 +22,8 @@ from retrain.errors import DataError
 from retrain.types import Problem
 
 DEFAULT_EVAL_SPLIT = "test"
-# Number of prompts, those with most characters, that are rendered to find the one with most tokens: rendering all of a
-# large data set takes minutes
+# To find the prompt with most tokens, only so many prompts with most characters are rendered: rendering all of a large
+# data set takes minutes
 LONGEST_BY_CHARACTERS = 8
 SPARE_TOKENS = 16  # Allowance for the tokens that a tokenizer adds to a text, such as a beginning token
 
@@ -38,7 +38,7 @@ class HeldOutRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Problems to train on, and held-out sets by name, disjoint from them by prompt.
+    """Problems to train on, and held-out sets by name, which share no prompt with the training problems.
 
     ``content_hash`` is the SHA-256 of all prompts, answers and tags in order. ``notes``: lines for the user, such as
     how many training problems were removed because they are held out. ``skipped``: number of too long prompts.
@@ -98,7 +98,7 @@ def _hold_out(
     """
     where = "" if held_out.name == HELDOUT else f" in the set {held_out.name}"
     chosen_from = _fraction(source, held_out.data) if pool is None else pool
-    by_key = {_key(problem): problem for problem in reversed(chosen_from)}  # of several the first
+    by_key = {_key(problem): problem for problem in reversed(chosen_from)}  # of equal prompts, the first
     rest = [problem for problem in train if _key(problem) not in by_key]
     if pool is not None and len(rest) < len(train):
         notes.append(f"{len(train) - len(rest)} of {len(train)} training problems left out: they are held out{where}")
@@ -115,14 +115,14 @@ def content_hash(*parts: Sequence[Problem]) -> str:
     for part in parts:
         for problem in part:
             digest.update(json.dumps([_plain(problem), problem.answer, list(problem.tags)]).encode() + b"\n")
-        # Ends a part: a problem that moves to the next part changes the hash.
+        # Marks the end of a part, so that moving a problem to the next part changes the hash.
         digest.update(b"\x1e")
     return digest.hexdigest()
 
 
 def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str]:
-    """Return [the SHA-256 (hex) of these columns over all problems, in order]; [] without columns. Grading reads these
-    columns, so a change of their values makes another task, unlike a change of other metadata."""
+    """Return a list with one SHA-256 (hex), of the values in these columns over all problems in order; [] without
+    columns. ``content_hash`` leaves metadata out, but a change of columns that grading reads changes the task."""
     if not columns:
         return []
     digest = hashlib.sha256()
@@ -146,7 +146,7 @@ def _pool(held_out: HeldOutRequest, seed: int, base_dir: Path | None, notes: lis
     try:
         return read_problems(source, data.eval_split, data, base_dir)
     except NoSplit:
-        if data.eval_split != DEFAULT_EVAL_SPLIT:  # the file asks for it
+        if data.eval_split != DEFAULT_EVAL_SPLIT:  # the user has chosen this split
             raise
         share = f"{data.eval_fraction:.0%} of {data.split!r}"
         notes.append(f"{source} has no split {data.eval_split!r}: {share} is held out (eval_fraction)")
@@ -203,11 +203,11 @@ class PromptLimit(NamedTuple):
 def without_long_prompts(
     data: Dataset, tokenizer: object, training: PromptLimit, heldout: Mapping[str, PromptLimit]
 ) -> Dataset:
-    """Return ``data`` without prompts over the token limits of ``training`` and, by name, of the ``heldout`` sets.
-    Renders at least one problem per sequence of roles.
+    """Return ``data`` without prompts that exceed a token limit. ``heldout``: the limits of the held-out sets by name.
 
     With ``[data] long_prompts = "skip"`` longer prompts are left out, counted and noted; otherwise DataError names the
-    first. Raises DataError too if a set loses all its problems; else as ``render``.
+    first. Raises DataError too if a set loses all its problems. At least one problem per sequence of message roles is
+    rendered, so that a chat template that rejects the roles raises ModelError here.
     """
     too_long = _too_long(data.train, tokenizer, training)
     parts = [_Part("training problems", "", data.train, training, too_long)]
@@ -238,7 +238,7 @@ def without_long_prompts(
 
 
 class _Part(NamedTuple):
-    """Problems with the same prompt settings. ``name``: used after counts in messages; ``suffix``: used for a single
+    """The training problems or one held-out set. ``name``: used after counts in messages; ``suffix``: used for a single
     problem; ``longer``: number of tokens of every prompt over the limit, by the problem's ``id()``."""
 
     name: str
@@ -296,8 +296,8 @@ def _bytes(problem: Problem, section: Data) -> int:
 
 
 def longest_prompt(problems: Iterable[Problem], tokenizer: object, data: Data) -> int:
-    """Return the most tokens of a prompt, among the ``LONGEST_BY_CHARACTERS`` prompts with most characters; 0 without
-    problems. Raises as ``render``."""
+    """Return the tokens of the longest prompt, found among the ``LONGEST_BY_CHARACTERS`` prompts with most characters;
+    0 without problems. Raises ModelError or DataError if one of them cannot be rendered."""
 
     def characters(problem: Problem) -> int:
         return sum(len(message["content"]) for message in conversation(problem, data))

@@ -24,21 +24,21 @@ Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions, as chat templa
 
 
 def conversation(problem: Problem, data: Data) -> list[Message]:
-    """Return the chat messages: system prompt, if set, then the problem, whose last message fills the template."""
+    """Return the chat messages: system prompt, if set, then the problem, the template applied to its last message."""
     messages: list[Message]
     if isinstance(problem.prompt, str):
         messages = [{"role": "user", "content": problem.prompt}]
     else:
         messages = [dict(message) for message in problem.prompt]
-    # Not str.format: a template asks for \boxed{} in so many words.
+    # Not str.format: a template may contain other braces, such as \boxed{}.
     messages[-1] = {**messages[-1], "content": data.prompt_template.replace("{prompt}", messages[-1]["content"])}
     return [{"role": "system", "content": data.system_prompt}, *messages] if data.system_prompt else messages
 
 
 def render(problem: Problem, tokenizer: Any, data: Data) -> Prompt:
-    """Return the problem through ``prompt_template``, ``system_prompt`` and the tokenizer's chat template.
+    """Return the prompt of a problem, made with ``prompt_template``, ``system_prompt`` and the chat template.
 
-    Raises as ``Renderer.prompt``.
+    Raises ModelError and DataError as ``Renderer.prompt`` does.
     """
     return Renderer(tokenizer, data).prompt(problem, conversation(problem, data))
 
@@ -46,7 +46,7 @@ def render(problem: Problem, tokenizer: Any, data: Data) -> Prompt:
 class Renderer:
     """Renders conversations with a tokenizer's chat template and the keys of ``[data]``.
 
-    ``tools_prompt``: description of tools for templates that cannot show tools; None for ``tools_text``, "" for none.
+    ``tools_prompt``: description of tools for templates that cannot show tools; None: made by ``tools_text``; "": none.
     """
 
     def __init__(self, tokenizer: Any, data: Data, tools_prompt: str | None = None):
@@ -121,8 +121,8 @@ def _type_of(about: object) -> str | None:
 
 
 def tools_text(tools: Tools) -> str:
-    """Return a description of the tools and of the form of a call. If a tool has arguments other than texts, numbers
-    and booleans, it contains the full JSON schema of its arguments."""
+    """Return a description of the tools and of the form of a call. For a tool with arguments other than texts, numbers
+    and booleans, the description contains the full JSON schema of its arguments."""
     lines = ["You can call these tools:"]
     for tool in tools:
         function = tool["function"]
@@ -175,7 +175,6 @@ class Conversation:
         return Continuation(token_ids, False)
 
     def replace(self, messages: Sequence[Message]) -> Continuation:
-        """Replace the conversation by ``messages``; return all of it as the next sequence to read."""
         self.messages = list(messages)
         return self._new_sequence()
 
@@ -207,7 +206,7 @@ class Conversation:
             if THINK_END in self.messages[index]["content"] and _thought(mark) not in text[at:begin]:
                 return None
             at = begin + len(mark)
-            if end and text[at:].lstrip()[:1] == '"':  # the mark was the name in a call, which ends with the end token
+            if end and text[at:].lstrip()[:1] == '"':  # the mark is a function name: skip the rest of its call
                 at = text.find(end, at)
                 if at < 0:
                     return None
@@ -219,8 +218,8 @@ def _thought(mark: str) -> str:
 
 
 def _as_calls(messages: Sequence[Message], action_indices: Sequence[int]) -> list[Mapping[str, object]]:
-    """Return the messages with actions that tools answer as structured calls, one per answer. The mark is the tool's
-    name."""
+    """Return the messages, with structured calls in place of each action that tool messages answer: one call per
+    answer, whose function name is the action's mark."""
     rewritten: list[Mapping[str, object]] = [dict(message) for message in messages]
     for index in action_indices:
         answers = index + 1

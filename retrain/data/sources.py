@@ -177,8 +177,8 @@ def parquet_rows(path: Path, label: str) -> Iterator[Row]:
 
 
 def hub_problems(name: str, split: str) -> list[Problem]:
-    """Return the problems of ``gsm8k`` or ``math``, from the cache of ``datasets`` or downloaded. Raises as
-    ``table_problems``."""
+    """Return the problems of ``gsm8k`` or ``math``, from the cache of ``datasets`` or downloaded. Raises MissingExtra,
+    NoSplit or DataError."""
     hub, problems = HUB[name], list[Problem]()
     for configuration in hub.configurations:
         prefix = name if len(hub.configurations) == 1 else f"{name}/{configuration}"
@@ -220,7 +220,7 @@ def table_problems(
         import datasets
     except ModuleNotFoundError:
         raise missing(f"data source {source!r}", "datasets") from None
-    # The setting is global: it is put back below.
+    # The setting is global, and is therefore restored below.
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
@@ -316,12 +316,12 @@ def problems_of_rows(rows: Iterable[Row], columns: ProblemColumns, source: str) 
     column."""
     problems, seen = [], dict[str, None]()
     for where, row in rows:
-        columns = columns.of(row)  # the first row decides source is not named
+        columns = columns.of(row)  # the first row decides which default columns are used
         problems.append(problem_of_row(where, row, columns))
         seen |= dict.fromkeys(row)
     if not problems:
         raise DataError(f"{source} holds no problems")
-    if any(problem.answer for problem in problems):  # no answers at all is a data set for a judge
+    if any(problem.answer for problem in problems):  # a data set without any answer is graded by a judge
         for problem in problems:
             if not problem.answer:
                 raise DataError(f'{problem.id}  column "{columns.answer}" is empty: no completion could ever be right')

@@ -1,4 +1,4 @@
-"""Collects rollouts of many problems: turn k of all live episodes is one decode batch, then the episodes step.
+"""Collects rollouts of many problems: turn k of all live episodes is sampled in one decode batch, then they step.
 
 Episodes step and are graded in other threads than decoding, as soon as the actions of a group are complete. An error of
 an episode ends that episode, with a reason instead of a reward; an error of a grader or the chat template fails the
@@ -52,9 +52,9 @@ class Weights:
 
 @dataclass(eq=False)
 class RecentWeights:
-    """The weights of a run that sample its current and next rollouts, oldest first: those published before the current
-    step and before each of the ``bound`` steps preceding it.
+    """The versions of a run's weights from which its current and next rollouts are sampled, oldest first.
 
+    These are the weights published before the current step and before each of the ``bound`` steps preceding it.
     ``remembers``: ``snapshots`` also has the last dropped weights, which servers may still use.
     """
 
@@ -66,7 +66,7 @@ class RecentWeights:
     _replaced: list[Weights] = field(default_factory=list)
 
     def publish_to(self, engine: Engine, newest: Weights) -> None:
-        """Publish ``newest``, and the weights kept here that the engine does not have; retire those no longer kept."""
+        """Publish ``newest``, and older kept weights that the engine lacks; retire weights that are no longer kept."""
         for weights in (*self._weights, newest):
             if weights.ref not in self.published:
                 engine.publish(weights.ref, weights.snapshot)
@@ -82,8 +82,8 @@ class RecentWeights:
             self.published.discard(ref)
 
     def note(self, weights: Weights) -> list[PolicyRef]:
-        """Store ``weights`` for their step; return the refs that are no longer needed. Replaced weights of the same
-        step stay until the next call, because a request may already name them."""
+        """Store ``weights`` for their step; return the refs of weights that are no longer needed. Unless ``bound`` is
+        0, replaced weights of the same step stay until the next call, because a request may already name them."""
         before = [*self._replaced, *self._weights]
         retained = [each for each in self._weights if weights.step - self.bound <= each.step < weights.step]
         replaced = [each for each in before if each.step == weights.step and each.ref != weights.ref]
@@ -99,8 +99,8 @@ class RecentWeights:
         return [each for each in self._weights if step - self.bound <= each.step < step]
 
     def drawing(self, step: int) -> PolicyRef:
-        """Return the weights that sample the rollouts of a step: the newest of those at least ``bound`` steps before
-        it, or else the oldest ones."""
+        """Return the ref of the weights that sample the rollouts of ``step``: the newest weights that were published at
+        least ``bound`` steps before it, or else the oldest weights."""
         old_enough = [each for each in self._weights if each.step <= step - self.bound]
         return (old_enough[-1] if old_enough else self._weights[0]).ref
 
@@ -112,7 +112,7 @@ class RecentWeights:
         return {each.ref.version: each.snapshot for each in known}
 
     def staleness(self, version: int, step: int) -> int:
-        """Return how many steps before ``step`` a version was the newest one; ``bound`` + 1 for an unknown version."""
+        """Return the steps from the last publication of ``version`` to ``step``; ``bound`` + 1 if it is unknown."""
         known = [*self._replaced, *self._weights]
         last = max((each.step for each in known if each.ref.version == version), default=None)
         return step - last if last is not None else self.bound + 1
@@ -120,8 +120,8 @@ class RecentWeights:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """``samples`` rollouts of one problem by ``policy``. ``stream``: random stream of the group. ``newest`` returns the
-    weights that sample the turns after the first; None: ``policy`` samples all turns."""
+    """Request for ``samples`` rollouts of one problem by ``policy``. ``stream``: random stream of the group. ``newest``
+    returns the ref of the weights that sample the turns after the first; None: ``policy`` samples all turns."""
 
     environment: Environment
     renderer: Renderer
@@ -136,11 +136,8 @@ class RolloutRequest:
 
 @dataclass
 class _Trajectory:
-    """A rollout in progress. ``next_ids``, ``next_messages``: the next observation; ``fresh``: it begins a new
-    sequence.
-
-    ``length``: tokens of the sequence, including the next observation.
-    """
+    """A rollout in progress. ``next_ids``, ``next_messages``: the next observation; ``fresh``: the next observation
+    begins a new sequence; ``length``: tokens of the sequence, including the next observation."""
 
     episode: Episode | None = None
     conversation: Conversation | None = None
@@ -156,7 +153,7 @@ class _Trajectory:
         self.ended = error.ended if isinstance(error, EpisodeFailed) else "raised"
         self.error = str(error) if isinstance(error, EpisodeFailed) else described(error)
         if (close := getattr(self.episode, "close", None)) is not None:
-            with contextlib.suppress(Exception):  # nobody needs it any more
+            with contextlib.suppress(Exception):  # the episode has already failed
                 close()
 
 
@@ -241,7 +238,7 @@ class _PendingGroup:
                 )
 
     def sample_request(self, turn: int, sample: int | None) -> SampleRequest:
-        """Return the request for the first turn of a whole group, or for a turn of one of its rollouts."""
+        """Return the request for ``turn`` of the rollout ``sample``; None: for the first turn of all rollouts."""
         request = self.request
         trajectory = self.trajectories[sample or 0]
         before: list[int] = []
@@ -265,7 +262,6 @@ class _PendingGroup:
         return [sample for sample, trajectory in enumerate(self.trajectories) if trajectory.ended is None]
 
     def set_rewards(self, rewards: Iterator[RewardResult]) -> None:
-        """Set the reward of every rollout: the next of ``rewards``, or the error of a failed episode."""
         self.rewards = [
             failed(without_keys(trajectory.error)) if trajectory.error else _without_secrets(next(rewards))
             for trajectory in self.trajectories
@@ -283,7 +279,7 @@ class _PendingGroup:
 
 @dataclass(eq=False)
 class CollectResult:
-    """For every request, in order, its graded group or the error of its environment, chat template or grader."""
+    """Result of ``collect``: for every request, in order, its graded group or the error that prevented the group."""
 
     groups: list[Group | Exception]
     spans: list[tuple[str, float, float]]  # ("rollout" | "score", start, end) in seconds since the epoch
@@ -308,7 +304,7 @@ class Collector(Protocol):
 
 
 def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | None = None) -> CollectResult:
-    """Sample, step and grade all rollouts; ``max_rows`` limits the sequences that are decoded at once."""
+    """Sample all rollouts, step their episodes and grade them; ``max_rows`` limits the sequences decoded at once."""
     spans: list[tuple[str, float, float]] = []
     syncs: list[float] = []
     groups = [_PendingGroup(request) for request in requests]
@@ -353,7 +349,7 @@ class _EpisodeThread:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self._queue.put(None)
-        if kind is None or issubclass(kind, Exception):  # after Ctrl-C nobody waits for a slow grader
+        if kind is None or issubclass(kind, Exception):  # after Ctrl-C, do not wait for a slow grader
             self._thread.join()
         if self._side_by_side is not None:
             self._side_by_side.shutdown(wait=kind is None, cancel_futures=True)
@@ -366,7 +362,7 @@ class _EpisodeThread:
         for group in groups:
             try:
                 group.read()
-            except Exception as error:  # of the chat template: it belongs to the request's run alone
+            except Exception as error:  # of the chat template, which fails only the request's run
                 group.error = error
                 continue
             living = group.living
@@ -376,7 +372,7 @@ class _EpisodeThread:
         return pending
 
     def add(self, group: _PendingGroup, sample: int | None, actions: list[Action]) -> None:
-        """Step one episode of a group, or all of them (None); thread-safe."""
+        """Queue the actions of one rollout of a group, or of all its rollouts (None), to be stepped; thread-safe."""
         self._queue.put((group, range(len(actions)) if sample is None else [sample], actions))
 
     def living(self, groups: Sequence[_PendingGroup]) -> list[_Pending]:

@@ -1,7 +1,7 @@
-"""Back pressure on decoding: how many prompts decode at once, by the Universal Scalability Law.
+"""Back pressure on decoding: chooses how many prompts decode at once, by the Universal Scalability Law.
 
-It affects speed and memory, and what is sampled only by rounding. Decisions follow from recorded loads and throughputs,
-which are part of every checkpoint: a resumed cohort decides from the record, without new measurements.
+The number changes speed and memory, and sampled tokens only by rounding. Every checkpoint holds the loads and
+throughputs measured so far, so that a resumed cohort decides without new measurements.
 """
 
 from typing import TypedDict
@@ -65,8 +65,8 @@ class Pressure:
         return self.load * self.samples
 
     def observe(self, tokens: int, seconds: float, context: float | None = None) -> None:
-        """Add one step's measurement and set the load of the next step. ``context``: mean number of tokens before a
-        sampled token, for the roofline."""
+        """Record one step, which sampled ``tokens`` in ``seconds``, and set the load of the next step. ``context``:
+        mean number of tokens before a sampled token, from which operations per byte are estimated."""
         intensity = None if self.costs is None or context is None else self.costs.intensity(self.max_rows, context)
         self.loads.append(self.load)
         self.throughputs.append(tokens / max(seconds, 1e-9))

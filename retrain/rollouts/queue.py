@@ -4,8 +4,8 @@ With the staleness limit k (``[training] max_off_policy_steps``) the rollouts of
 before step max(0, t − k); with k = 0 these are the weights that train on them.
 
 An engine on the trainer's processors samples when rollouts are due, so every update waits for them. A concurrent
-engine (``Engine.is_concurrent``) is called in a thread and samples later steps during an update. Requests are sampled
-and taken in order: long rollouts are not skipped for short ones, and a step has the same problems either way.
+engine (``Engine.is_concurrent``) is called in a thread and samples later steps during an update. With either engine,
+requests are sampled and taken in order, and long rollouts are not skipped for short ones: a step has the same problems.
 """
 
 import threading
@@ -65,8 +65,9 @@ def collect_rounds(
 
 @dataclass(frozen=True)
 class SampledStep(Generic[Owner]):
-    """The groups of every owner, in the order of its requests. ``spans``: as in ``CollectResult``; if sampled ahead,
-    ("ahead", …) for sampling and ("rollout", …) for waiting. ``depth``: number of later steps already sampled."""
+    """Rollouts of one step: the ``groups`` of every owner, in the order of its requests. ``spans``: as in
+    ``CollectResult``; for a step that was sampled ahead, "ahead" is the time of sampling and "rollout" the time that
+    the step waited for it. ``depth``: number of later steps already sampled."""
 
     groups: dict[Owner, list[Group | Exception]]
     spans: list[Span]
@@ -76,8 +77,8 @@ class SampledStep(Generic[Owner]):
 
 @dataclass(eq=False)
 class RolloutQueue(Generic[Owner]):
-    """Samples for all runs of a cohort in one decode batch. ``pressure`` limits the rollouts that are decoded at once;
-    ``ahead``: a thread samples offered requests before they are due."""
+    """Queue of rollout requests, sampled for all owners (the runs of a cohort) in one decode batch. ``pressure`` limits
+    the rollouts that are decoded at once; ``ahead``: a thread samples offered requests before they are due."""
 
     engine: Engine
     pressure: Pressure | None = None
@@ -107,7 +108,7 @@ class RolloutQueue(Generic[Owner]):
             self._offers = {key: offer for key, offer in self._offers.items() if key[0] != owner}
 
     def take(self, due: Mapping[Owner, int]) -> SampledStep[Owner]:
-        """Sample or wait for the ``due`` step of every owner; return the groups. Raises errors of the engine."""
+        """Sample the ``due`` step of every owner, or wait until the thread has sampled it. Raises engine errors."""
         begin = timestamp()
         if self.ahead:
             self._wait(list(due.items()))

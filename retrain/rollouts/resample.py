@@ -36,7 +36,7 @@ class SelectedGroups:
 @dataclass(frozen=True)
 class Resampler:
     """Adds at most ``rounds`` rounds of prompts to a step of ``batch`` prompts. ``upcoming(start, count)`` returns
-    problems of an endless order; ``problems`` is the number of different problems."""
+    ``count`` problems from position ``start`` of an endless order; ``problems``: number of different problems."""
 
     batch: int
     rounds: int
@@ -52,9 +52,9 @@ class Resampler:
         missing = self.batch - sum(no_signal_reason(group) is None for group in groups)
         first, seen = requests[0], {request.problem.id for request in requests}
         problems = list[Problem]()
-        # Where all rounds of earlier steps would end, needed or not: a step depends on no state of others.
+        # As if earlier steps had taken all their rounds, so that a step does not depend on how many they took.
         start = step * self.batch * self.rounds
-        for offset in range(2 * self.problems):  # they hold every problem, wherever an epoch ends
+        for offset in range(2 * self.problems):  # contains every problem, wherever an epoch ends
             if len(problems) == missing:
                 break
             (problem,) = self.upcoming(start + offset, 1)

@@ -47,7 +47,7 @@ from retrain.training.run_builder import ResumePoint, RunBuilder, check_recorded
 class ServerEvents:
     """Passes messages about servers to ``observer``, and to the records of every run of a cohort.
 
-    Thread-safe. Messages that arrive before ``attach`` are recorded by it.
+    Thread-safe. Messages that arrive before ``attach`` names the runs are recorded at that call.
     """
 
     def __init__(self, observer: Observer):
@@ -131,8 +131,8 @@ def assemble(
 def read_inputs(
     specs: Sequence[RunSpec], job: CohortJob, stack: ExitStack, bases: Bases
 ) -> tuple[list[tuple[Modes, Detector]], Graders, Dataset]:
-    """Return the plug-ins of each run, the graders, and the data. Prompts that are too long are removed here for a
-    local model only; a plug-in backend must be loaded first."""
+    """Return the plug-ins of each run, the graders, and the data. For a local model, too long prompts are removed here;
+    a plug-in backend must first be loaded, because it provides the tokenizer."""
     config = specs[0].config
     modes = [(load_modes(spec.config.algorithm, job.folder), load_detector(spec.config, job.folder)) for spec in specs]
     use_deterministic(config.training.deterministic)
@@ -221,7 +221,7 @@ def load_model(
         bases.load(config, observer.message)
     base, lanes, engine, workers, teachers, plan = bases.agreed("preparing the model", prepare)
     if ranks is not None:
-        # Ranks share micro-batches by their index, so all must cut the batch alike: by the smallest plan.
+        # Each rank computes the micro-batches of certain indices, so all ranks must cut a batch by the same plan.
         plan = min(ranks.gather("planning memory", lambda: plan), key=lambda each: each.room)
     return local_model(base, lanes, engine, workers, plan, ranks, teachers)
 

@@ -107,7 +107,7 @@ def local_model(
         base.fingerprint,
         base.text,
         engine,
-        workers if ranks is None else Workers(),  # one run at a time has the ranks
+        workers if ranks is None else Workers(),  # ranks train one run at a time
         policy,
         built,
         base.context_length,
@@ -150,9 +150,9 @@ def _built(
 
 
 class Bases:
-    """The base model in memory, reused by consecutive cohorts and freed at the end of the ``with`` block. ``load``
-    replaces loading from files. ``ranks``: processes that load the same base together. ``servers``: the fleet of
-    launched servers, if another process owns it."""
+    """Holder of the base model in memory, which consecutive cohorts reuse and the end of the ``with`` block frees.
+    ``load`` replaces loading from files. ``ranks``: processes that load the same base together. ``servers``: the
+    launched servers, if another process owns them."""
 
     def __init__(
         self,
@@ -197,8 +197,8 @@ class Bases:
     def with_engine(
         self, config: Config, notify: Callable[[str], None] = lambda line: None
     ) -> tuple[BaseModel, Lanes, LocalEngine]:
-        """Return the base of a configuration, its lanes and an engine in this process, reused if in memory. Adapters in
-        the engine are dropped. Raises ModelError when the base cannot be loaded."""
+        """Return the base of a configuration, its lanes and an engine in this process; all three are reused if they are
+        in memory. Adapters in the engine are dropped. Raises ModelError when the base cannot be loaded."""
         base, lanes = self.with_lanes(config, notify)
         if self._engine is None:
             self._engine = LocalEngine(base, lanes, notify=notify)

@@ -1,5 +1,5 @@
 """Collects the rollouts of a run on several ranks: each rank samples and grades a share of the prompts, and all ranks
-get all groups. Only rank 0 samples from servers, and sends the groups to the others."""
+get all groups. If servers sample, only rank 0 calls them, and it sends the groups to the other ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ Owner = TypeVar("Owner")
 
 @dataclass(frozen=True)
 class RankCollector:
-    """Collects rollouts as ``collect`` does, on all ranks. ``served``: servers sample, and only rank 0 calls them."""
+    """Replaces ``rollouts.collect.collect`` on several ranks. ``served``: servers sample, and rank 0 calls them."""
 
     ranks: RankGroup
     served: bool

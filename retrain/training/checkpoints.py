@@ -95,7 +95,7 @@ def verify_checkpoint(directory: Path) -> None:
 
 
 def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
-    """Verify the checkpoint, load the policy's tensors in place, and return the rest: ``RunState`` as JSON."""
+    """Verify the checkpoint, load the policy's tensors in place, and return the run's other state as JSON."""
     verify_checkpoint(directory)
     policy.load(directory)
     return read_json(directory / STATE)
@@ -112,14 +112,14 @@ def checkpoint_directory(run_directory: Path, step: int) -> Path:
 def checkpoint_directories(run_directory: Path) -> list[Path]:
     """Return the directories of the run's own checkpoints, oldest first, without verifying their files.
 
-    If the run directory has no owner mark, all are returned, because their owner is unknown; none is then removed.
+    If the run directory has no owner mark, checkpoints of unknown owner are returned too. ``remove`` leaves them alone.
     """
     folder = run_directory / SAVED
     try:
         names = sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
         names = []
-    except OSError as error:  # not none: the run must not start again from step 0
+    except OSError as error:  # there may be checkpoints: do not start again from step 0
         raise NotReadable(folder, error) from error
     named = (folder / name for name in names if name.startswith("step_") and name[5:].isdecimal())
     marked = owner_of(run_directory) is not None
@@ -139,8 +139,8 @@ def missing_rows(run_directory: Path, step: int) -> list[str]:
     """Return one sentence for each record file that lacks rows which it had when the checkpoint of ``step`` was
     written.
 
-    The checkpoint holds the number of rows of each file. In early versions it does not: then the step of each file's
-    last row is compared with ``step``. Damaged files are skipped, because the resume reports them.
+    The checkpoint holds the number of rows of each file. Checkpoints of early versions do not: for these, the step of
+    each file's last row is compared with ``step``. Damaged files are skipped, because resuming reports them.
     """
     saved = read_json(checkpoint_directory(run_directory, step) / STATE)
     expected: dict[str, int] = (saved.get("recorder") or {}).get("rows") or {}
@@ -178,8 +178,8 @@ def common_step(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) 
     none.
 
     ``runs`` are (directory, max_steps). A run that has ended by a step only needs the checkpoint of its last step. A
-    step with missing rows in a run's records is passed over for an earlier one with all rows. Without such a step, the
-    newest is returned with its missing rows, and the caller decides. Damaged checkpoints and passed-over steps are
+    step at which a run's records lack rows is passed over for an earlier step with all rows. If every step lacks rows,
+    the newest is returned with its missing rows, and the caller decides. Damaged checkpoints and passed-over steps are
     appended to the run's report. Checkpoints of step 0 are ignored.
     """
     newest: CommonStep | None = None
@@ -197,7 +197,7 @@ def _whole_steps(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]])
     steps = {step for checkpoints in of_runs for step in checkpoints.steps}
     for step in sorted(steps - {0}, reverse=True):
         pairs = [(checkpoints, min(step, last)) for checkpoints, (_, last) in zip(of_runs, runs, strict=True)]
-        # A list, so that what is wrong with the checkpoint of every run is reported.
+        # A list, not a generator: all checkpoints are verified, so that every damaged one is reported.
         if all([end in checkpoints.steps and checkpoints.is_undamaged(end) for checkpoints, end in pairs]):
             yield CommonStep(step, [missing_rows(checkpoints.run_directory, end) for checkpoints, end in pairs])
 
@@ -236,9 +236,9 @@ def prune(run_directory: Path, keep_last: int, keep_every: int = 0) -> None:
 
 
 class Checkpoints:
-    """Saves and loads one run. ``base_id``: fingerprint of the frozen weights; ``accept_other_base``: checkpoints of
-    other weights may be loaded; ``problems``: number of training problems; ``export``: a directory for a copy of the
-    final adapter."""
+    """Writes and loads the checkpoints of one run. ``base_id``: fingerprint of the frozen weights;
+    ``accept_other_base``: checkpoints of other weights may be loaded; ``problems``: number of training problems;
+    ``export``: a directory for a copy of the final adapter."""
 
     def __init__(
         self,
@@ -269,8 +269,8 @@ class Checkpoints:
             saved.policy.discard()
 
     def publish(self, saved: Snapshot, final: bool) -> None:
-        """Record the checkpoint, write ``final/`` and the exported copy if it is the last one, and prune. Called after
-        the checkpoints of the whole cohort are written."""
+        """Record the checkpoint and prune older ones; if it is the ``final`` one, write ``final/`` and the exported
+        copy. Called after the checkpoints of the whole cohort are written."""
         self.recorder.check_directory()
         directory = checkpoint_directory(self.directory, saved.step)
         self._record_save(f"{saved.step:06d}", saved.step, directory, directory, saved.cursor)
@@ -283,7 +283,7 @@ class Checkpoints:
             if self.export is not None:
                 install(target, self.export, self._owner("adapter_path"))
             self._record_save("final", saved.step, directory, target, saved.cursor)
-            self.recorder.flush()  # the pages as well, before the run counts as done
+            self.recorder.flush()  # HTML pages included, before the run counts as done
         prune(self.directory, self.training.keep_last, self.training.keep_every)
 
     def load(self, directory: Path, policy: Policy) -> RunState:
@@ -302,7 +302,7 @@ class Checkpoints:
         delete_checkpoints_after(self.directory, step)
 
     def record_restored(self, step: int, cursor: int) -> None:
-        """Record the checkpoint of ``step`` unless it is recorded: the run may have been killed after the rename."""
+        """Record the checkpoint of ``step`` if the run was killed between writing and recording it."""
         directory = checkpoint_directory(self.directory, step)
         self._record_save(f"{step:06d}", step, directory, directory, cursor)
 

@@ -26,7 +26,7 @@ from retrain.models.layers import (
     update_copy,
 )
 
-ASSUMED_PROMPT_TOKENS = 128  # Assumed where prompts were not measured, which takes the data and the tokenizer
+ASSUMED_PROMPT_TOKENS = 128  # Assumed where prompts were not measured: that needs the data and the tokenizer
 
 # Assumed for ``micro_batch_tokens = "auto"`` on a GPU of unknown memory
 ASSUMED_MICRO_BATCH_TOKENS = 4096
@@ -43,9 +43,9 @@ class RunSize:
     """The number of completions and tokens of one run.
 
     A step trains on ``rows`` completions of at most ``tokens`` tokens; dynamic sampling samples up to ``draws`` times
-    as many. A full evaluation has ``evaluated`` completions with at most ``evaluated_tokens`` tokens in total;
-    ``evaluations`` counts those after the start. ``parts`` partial evaluations, for the curve, have ``part``
-    completions each.
+    as many. ``evaluations`` counts full evaluations after the start, each with ``evaluated`` completions of at most
+    ``evaluated_tokens`` tokens in total. ``parts`` counts evaluations of a part of the problems, each with ``part``
+    completions of at most ``part_tokens`` tokens in total.
     """
 
     prompt: int
@@ -80,7 +80,7 @@ class RunSize:
 
 
 def held_out_sets(config: Config, sizes: Mapping[str, int] | None = None) -> list[HeldOut]:
-    """Return the held-out sets; ``sizes`` has the number of problems in the data by set, if it was read."""
+    """Return the held-out sets. ``sizes``: number of problems that the data have for each set; None if not read."""
     real_sizes = sizes or {}
     return [
         replace(held_out, problems=real_sizes.get(held_out.name, held_out.problems)) for held_out in config.held_out
@@ -121,7 +121,7 @@ def run_size(config: Config, prompt_tokens: int | None = None, sizes: Mapping[st
 def sampled_evaluations(configs: Sequence[Config], sizes: Sequence[RunSize]) -> int:
     """Return the number of held-out completions that all runs of a plan sample.
 
-    Runs with the same held-out sets and rewards share the answers of the untrained model, which count once.
+    Runs with the same held-out sets and rewards share the evaluation of the untrained model, which counts once.
     """
     total, untrained = 0, dict[str, int]()
     for i, (config, size) in enumerate(zip(configs, sizes, strict=True)):
@@ -200,7 +200,6 @@ def trained_parameters(config: Config, architecture: Architecture) -> tuple[int,
 def run_memory(
     config: Config, architecture: Architecture, device: Device, prompt_tokens: int | None = None, lanes: int = 1
 ) -> Memory:
-    """Return the memory of one run, from its resolved configuration, in a cohort of ``lanes`` runs."""
     size = run_size(config, prompt_tokens)
     width, weights = number_bytes(config, device), architecture.parameters()
     adapter, critic = trained_parameters(config, architecture)
@@ -241,8 +240,8 @@ def decoding_copies(architecture: Architecture, width: int, total_memory: int) -
     """Return the bytes of the weight copies for decoding on a CPU: of the blocks (kept during a call) and of the output
     layer (kept for good).
 
-    Large models are packed, except in fp64; other models have the adapter merged into a copy, except in bf16. Weights
-    that take more than ``COPY_SHARE`` of the memory are not copied.
+    The copy of a large model is packed for matrix products, except in fp64. Other copies have the adapter merged in;
+    bf16 has no such copy. Weights that take more than ``COPY_SHARE`` of the memory are not copied.
     """
     weights = architecture.parameters() * width
     if weights > COPY_SHARE * total_memory:
@@ -253,7 +252,7 @@ def decoding_copies(architecture: Architecture, width: int, total_memory: int) -
 
 
 def verified_ranks(config: Config) -> int:
-    """Return the largest number of ranks that squeeze verifies on held-out problems; 0 without verification."""
+    """Return the largest number of LoRA ranks that squeeze verifies on held-out problems; 0 without verification."""
     squeeze, held_out = config.squeeze, config.decisive
     if not squeeze.enabled or squeeze.verify == "off" or held_out is None or held_out.problems < 2:
         return 0
@@ -262,8 +261,8 @@ def verified_ranks(config: Config) -> int:
 
 
 def base_bytes(config: Config, architecture: Architecture, width: int) -> int:
-    """Return the bytes of the base's weights, ``width`` per number that is not quantised. Fused experts are not
-    quantised."""
+    """Return the bytes of the base's weights. ``width``: bytes of a number that is not quantised, as in fused experts
+    and outside linear layers."""
     unquantized = architecture.parameters() * width
     if not (config.model.quantized and architecture.dense):
         return unquantized

@@ -56,7 +56,7 @@ class Evaluator:
 
     def evaluate(self, held_out: HeldOut, subjects: Sequence[EvaluatedPolicy]) -> list[EvalRecord]:
         """Sample and grade a held-out set with all ``subjects`` in one decode batch; return one record per subject.
-        Answers to a part of the set equal the first answers that the whole set would draw to the same problems."""
+        A problem's random streams, and therefore its first answers, are the same for the whole set and for a part."""
         begin, sampling = time.monotonic(), held_out.sampling.requested
         set_stream = () if held_out.name == HELDOUT else (held_out.name,)
         problems_by_subject = [
@@ -88,8 +88,8 @@ class Evaluator:
         return records
 
     def known_base(self, held_out: HeldOut, environment: Environment, setting: str) -> EvalRecord | None:
-        """Return an earlier cohort's evaluation of the untrained model on this set, or None. ``setting`` identifies
-        environment, grading and seed."""
+        """Return an earlier cohort's evaluation of the untrained model on this set, None if there is none. ``setting``
+        identifies environment, grading and seed."""
         if self.base_evaluations is None:
             return None
         get = partial(self.base_evaluations.get, _key(held_out, environment, setting))
@@ -149,8 +149,8 @@ class CohortEvaluator:
             yield
 
     def _evaluate_base(self, held_out: HeldOut, runs: Sequence[Run]) -> None:
-        """Evaluate untrained runs that equal the base on a held-out set. Runs with equal environment, grading and seed
-        share one evaluation, possibly that of an earlier cohort."""
+        """Evaluate runs whose policies still equal the base on a held-out set. Runs with equal environment, grading and
+        seed share one evaluation, which an earlier cohort of the campaign may have made."""
         alike: dict[str, list[Run]] = {}
         for run in runs:
             config = run.config
@@ -203,7 +203,7 @@ def equals_base(run: Run) -> bool:
 
 def first_evaluations(run: Run) -> list[Row]:
     first: dict[str, Row] = {}
-    if run.step == 0:  # records of an earlier process without a checkpoint are discarded
+    if run.step == 0:  # without a checkpoint, the records of an earlier process are discarded
         return []
     for row in run.recorder.evaluations():
         first.setdefault(row["name"], row)
@@ -211,6 +211,6 @@ def first_evaluations(run: Run) -> list[Row]:
 
 
 def _subject(run: Run) -> EvaluatedPolicy:
-    # Untrained runs share a random stream, and with it their answers: one evaluation serves all.
+    # Untrained runs share a random stream and therefore their answers, so that one evaluation serves all.
     stream = (run.config.campaign.seed, "base") if run.step == 0 else run.requests.stream
     return EvaluatedPolicy(run.policy_ref, run.environments, stream, run.step)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 BASE_WEIGHTS = "weights of the base model"
 
 
-# Returns, for a run's directory, the check to call before each write; it raises LeaseLost once another process may
-# write there
+# Maps a run's directory to a check that is called before each write there. The check raises LeaseLost once another
+# process may write to the directory
 Guard = Callable[[Path], Callable[[], None]]
 
 
@@ -30,9 +30,10 @@ def allow_all(directory: Path) -> Callable[[], None]:
 class CohortJob:
     """Runs to train together, starting from their checkpoints.
 
-    ``directory``: of the campaign. ``folder``: of its TOML file. ``longest``: the longest completions of all runs of
-    the plan. ``failed_at``: steps done by failed runs, by run id. ``same_step``: all resume from their newest common
-    step, else each from its newest checkpoint. ``accepted``: differences from the runs' records that the user accepts.
+    ``directory``: the campaign's directory. ``folder``: the folder of its TOML file. ``longest``: the longest
+    completions of all runs of the plan. ``failed_at``: steps done by failed runs, by run id. ``same_step``: all runs
+    resume from their newest common step; if false, each run from its newest checkpoint. ``accepted``: differences from
+    the runs' records that the user accepts.
     """
 
     directory: Path

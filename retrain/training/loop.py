@@ -2,7 +2,7 @@
 
 The runs of a cohort take each step together: one decode batch holds the prompts of all of them, each row with its
 own run's adapter. Everything else belongs to one run alone; a run that fails leaves the cohort, the others continue.
-A cohort of one is the single run.
+A single run is trained as a cohort of one.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -145,7 +145,7 @@ class Cohort:
                 finally:
                     ends[run] = timestamp()
 
-        # A last run that would be alone has all workers for its micro-batches.
+        # A run that is alone in the last round of workers trains after the others, with all workers.
         side_by_side = len(runs) - (len(runs) % self.workers.count == 1)
         self.workers.map(learn_one, runs[:side_by_side])
         for run in runs[side_by_side:]:
@@ -166,7 +166,7 @@ class Cohort:
         now = timestamp()
         with self.failures.isolated(run), run.timer("record"):
             row = run.record_step(selected, result.batch, result.update, shared, now)
-        if run.error is None:  # what the observer raises is no fault of the run
+        if run.error is None:  # outside the block: an error of the observer does not fail the run
             self.observer.step(run.spec, row)
 
     def _save_if_due(self, runs: Sequence[Run], points: Mapping[Run, RollbackPoint]) -> None:

@@ -10,7 +10,8 @@ from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.types import Sample
 
-CLEAR = 5.0  # Log-likelihood ratio (nats, 148 to 1) above which earlier weights explain answers better
+# Log-likelihood ratio (nats; 148 to 1) from which on earlier weights count as the better explanation
+CLEAR = 5.0
 LEAST = 1e-9  # Smallest distance (nats) that counts as different from 0
 
 
@@ -67,9 +68,9 @@ def _explanation(now: Sequence[np.ndarray], others: Mapping[str, Sequence[np.nda
 
 
 def _evidence(current: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    """Return the log-likelihood ratio (nats) of ``other`` to ``current`` from their residuals per rollout, for normal
-    noise of unknown variance. It is over all rollouts or, if that is larger, over those that ``other`` fits better:
-    only one of several servers may be at fault."""
+    """Return the larger of two log-likelihood ratios (nats) of ``other`` to ``current``: over all rollouts, and summed
+    over the rollouts that ``other`` fits better, because only one of several servers may be at fault. Residuals are
+    given per rollout; their noise is normal with unknown variance."""
 
     def ratio(current_T: np.ndarray, other_T: np.ndarray) -> float:
         return (len(current_T) - 1) * math.log(max(rms(current_T), LEAST) / max(rms(other_T), LEAST))

@@ -40,21 +40,21 @@ class Failures:
             self.end(run, error, quiet)
 
     def end(self, run: Run, error: Exception, quiet: bool = False) -> None:
-        """End a run, with the traceback in its log. ``quiet``: the caller reports it to the observer. Raises the error
-        instead if it stops all runs (``RunFailed.shared``)."""
+        """End a run, with the traceback in its log. ``quiet``: the caller reports the failure to the observer. An error
+        that stops all runs (``RunFailed.shared``) is raised instead."""
         error = lost(error) or error
         if isinstance(error, RunFailed) and error.shared:
             raise error
         self.queue.withdraw(run)
         run.requests.recent.withdraw_from(self.engine)
-        before = run.error  # a run that failed earlier in the step is saved too
+        before = run.error  # a run that has failed is saved too, and may fail again: it is reported once
         run.fail(error)
         if run.error is not None and before is None and not quiet:
             self.observer.run_finished(run.spec, "failed", run.error)
 
     def share(self, runs: Sequence[Run], stop: Callable[[], bool] = lambda: False) -> bool:
-        """End the runs that have failed on another rank (as with a full disk on rank 0); return whether rank 0 is asked
-        to ``stop``."""
+        """End the runs that have failed on another rank (as with a full disk on rank 0); return what ``stop`` returns
+        on rank 0."""
         if (ranks := self.ranks) is None:
             return stop()
         errors = {run.run_id: run.error for run in runs if run.error is not None}
@@ -87,7 +87,7 @@ class Saver:
             self.close()
 
     def save_if_due(self, runs: Sequence[Run], points: Mapping[Run, RollbackPoint]) -> list[Run]:
-        """Save all runs if one is due, done, or has just failed; return the done runs, after their saves.
+        """Save all runs if a run is due for saving, done, or has just failed; return the done runs, after their saves.
 
         A run that failed is saved as it was at its rollback point, if its weights have not changed since.
         """
@@ -104,7 +104,8 @@ class Saver:
     def save(self, runs: Sequence[Run]) -> None:
         """Wait for earlier saves, copy the state of these runs, and queue the copies for writing.
 
-        All are written before the first is published (none, if a write fails), and so before older ones are deleted.
+        All checkpoints are written before the first is published, because publishing deletes older checkpoints. If a
+        write fails, none is published.
         """
         self.settle()
         saved: list[tuple[Run, Snapshot]] = []
@@ -126,7 +127,7 @@ class Saver:
                 self.submit(run, partial(action, run, snapshot))
 
     def submit(self, run: Run, action: Callable[[], None]) -> None:
-        """Queue ``action`` for the saving thread, which keeps the order; what it raises ends the run."""
+        """Queue ``action`` for the saving thread, which keeps the order; an exception of the action ends the run."""
         self._pending.append((run, self._pool.submit(action)))
 
     def settle(self) -> None:
@@ -143,7 +144,7 @@ class Saver:
     @contextmanager
     def undo_on_server_failure(self, points: Mapping[Run, RollbackPoint]) -> Iterator[None]:
         """If sampling servers fail in the block, save the runs as they were at their rollback points and raise
-        ServerFailed again: nothing was learnt from this step, and all earlier steps are kept."""
+        ServerFailed again, so that all earlier steps are kept."""
         try:
             yield
         except ServerFailed:
@@ -164,7 +165,7 @@ def _rolled_back(runs: Iterable[Run], points: Mapping[Run, RollbackPoint]) -> li
 def resume(run: Run, step: int, skipped: Sequence[str] = ()) -> list[str]:
     """Continue from the run's own checkpoint of ``step`` (0 is the start); remove rows and checkpoints of later steps.
 
-    ``skipped``: lines about unusable later checkpoints. Returns them and further lines for the user. Raises
+    ``skipped``: lines about unusable later checkpoints. Returns these and further lines for the user. Raises
     CheckpointError when the checkpoint belongs to another base.
     """
     lines, checkpoints = list(skipped), run.checkpoints

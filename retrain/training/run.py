@@ -1,5 +1,5 @@
-"""One run: its policy, algorithm, data and records, the rollouts that it requests, the parts of its step, and its
-health. ``loop`` calls it."""
+"""One run: its policy, algorithm, data and records, the rollouts that it requests, the parts of its step, and limits
+of consecutive faulty steps. ``training.loop`` calls the parts in order, for all runs of a cohort."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,15 +54,15 @@ from retrain.types import (
 )
 from retrain.util.text import without_keys
 
-POLICY_SCORES = frozenset({Want.LOGPROBS, Want.VALUES, Want.REFERENCE})  # Scores that an algorithm asks the policy for
+POLICY_SCORES = frozenset({Want.LOGPROBS, Want.VALUES, Want.REFERENCE})  # Scores that are requested from the policy
 UNGRADED_STEPS = 3  # A run fails after this many steps in a row in which no rollout could be graded
 MISMATCHED_STEPS = 2  # A run fails after this many steps in a row in which its sampler and its trainer disagree
 LOGGED_ERRORS = 20  # Different grading errors that go into a run's log
 
 
 class DataCursor:
-    """The order of training problems: with ``shuffle``, a new permutation per epoch, a function of ``stream`` and
-    epoch.
+    """Position of a run in its training problems. With ``shuffle``, each epoch has a new permutation, which depends
+    only on ``stream`` and the epoch.
 
     ``position`` counts problems taken so far. A batch may span epochs.
     """
@@ -73,7 +73,7 @@ class DataCursor:
         self._epoch, self._order = -1, np.arange(0)
 
     def ahead(self, start: int, count: int) -> list[Problem]:
-        """Return ``count`` problems, the first of them ``start`` problems after the next one."""
+        """Return ``count`` problems without moving; with ``start`` 0, the first is the next problem of the order."""
         return [self._at(self.position + start + i) for i in range(count)]
 
     def _at(self, position: int) -> Problem:
@@ -102,7 +102,7 @@ class RolloutRequests:
     def __post_init__(self) -> None:
         training, cursor = self.config.training, self.cursor
         self.sampling = training.sampling.requested
-        # Prefix of the random streams of all that the run samples (see Config.stream).
+        # Prefix of all random streams from which the run samples (see Config.stream).
         self.stream = self.config.stream("sampling")
         # Resampling has its own order, so that it does not move the cursor of the first round.
         upcoming = DataCursor(cursor.problems, (*cursor.stream, "dynamic"), cursor.shuffle).ahead
@@ -110,8 +110,8 @@ class RolloutRequests:
         self.resampler = Resampler(training.batch_size, rounds, upcoming, len(cursor.problems)) if rounds else None
 
     def due(self, step: int, ahead: bool = False) -> dict[int, list[RolloutRequest]]:
-        """Return, by step, the requests of ``step`` (the run's next) and with ``ahead`` of all later steps within the
-        staleness limit. Steps that an earlier call returned are left out."""
+        """Return requests by step: those of ``step`` (the run's next step) and, with ``ahead``, of all later steps
+        within the staleness limit. Steps that an earlier call returned are left out."""
         training = self.config.training
         last = min(step + training.max_off_policy_steps * ahead, training.max_steps - 1)
         steps = range(max(step, self.next_step), last + 1)
@@ -305,7 +305,7 @@ class Run:
     # -- a step, in order ---------------------------------------------------------------------------------------
 
     def begin_step(self, engine: Engine) -> None:
-        """Anneal the adapter's rank if the step begins a stage, and publish changed weights."""
+        """Lower the adapter's rank if a stage of rank annealing begins with this step; publish changed weights."""
         ref = self.policy_ref
         for line in self.policy.begin_step(self.step):
             self.recorder.log(line)
@@ -353,8 +353,8 @@ class Run:
 
     def update(self, batch: CreditedBatch) -> tuple[CreditedBatch, dict[str, float | None]]:
         """Take the optimizer steps of the batch and end the step; return the batch, with the trainer's
-        log-probabilities where they are recorded, and the metrics of the updates. A minibatch whose loss or gradient is
-        not finite is skipped. Raises RunFailed at the limits of ``RunHealth``."""
+        log-probabilities if tokens of this step are recorded, and the metrics of the updates. A minibatch whose loss or
+        gradient is not finite is skipped. Raises RunFailed at the limits of ``RunHealth``."""
         self.health.check_grading(self.step, batch.groups)
         if self.watch is not None:
             mismatches = sampler_mismatches(self.watch, self.policy, self.requests.recent, batch.groups)
@@ -416,7 +416,7 @@ class Run:
         return RollbackPoint(self.step, cursor, self.algorithm.state(), health, version)
 
     def roll_back(self, point: RollbackPoint) -> bool:
-        """Undo a failed step; return whether that was possible. Nothing changes if the step has changed the weights."""
+        """Undo a failed step, unless it has already changed the weights; return whether it was undone."""
         if self.step != point.step or self.policy.version != point.policy_version:
             return False
         self.requests.cursor.position = point.cursor

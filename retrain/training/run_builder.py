@@ -59,8 +59,8 @@ class ResumePoint:
     """The ``step`` from which a run continues; 0 is the start.
 
     ``passed_over`` has one line for each later checkpoint that cannot be used. ``any_base``: the user has accepted
-    other base weights. ``facts`` describe the run's inputs, and ``system`` holds files about the machine, for its
-    records.
+    other base weights. For the run's records, ``facts`` describe its inputs and ``system`` holds files about the
+    machine.
     """
 
     step: int
@@ -72,8 +72,8 @@ class ResumePoint:
 
 def find_resume_points(job: CohortJob) -> dict[str, ResumePoint]:
     """Return where each run of a cohort continues, by run id. With ``same_step``, a failed run is tried again if the
-    others go back to its failure or earlier. Raises RecordsDiffer for missing rows that no checkpoint restores and the
-    user has not accepted."""
+    others go back to the step of its failure or an earlier one. Raises RecordsDiffer for missing rows that no
+    checkpoint restores and the user has not accepted."""
     points, missing_rows = dict[str, ResumePoint](), list[str]()
     active = [spec for spec in job.runs if spec.run_id not in job.failed_at]
     for group in [active] if job.same_step else [[spec] for spec in job.runs]:
@@ -109,8 +109,8 @@ def check_recorded_facts(
     job: CohortJob, specs: Sequence[RunSpec], points: Mapping[str, ResumePoint], model: CohortModel, data: Dataset,
     observer: Observer,
 ) -> None:  # fmt: skip
-    """Compare base, data and machine with the runs' records, and store them in ``points`` for the new records. Raises
-    RecordsDiffer for differences that the user has not accepted."""
+    """Compare base, data and machine with the runs' records, and store the present ones in ``points`` for the new
+    records. Raises RecordsDiffer for differences that the user has not accepted."""
     facts, system = _shared_facts(model, data), system_files(job.folder)
     directories = {spec.run_id: run_directory(job.directory, spec) for spec in specs}
     records = {run_id: intact_config(path) for run_id, path in directories.items() if (path / CONFIG).exists()}
@@ -148,7 +148,7 @@ def _shared_facts(model: CohortModel, data: Dataset) -> dict[str, object]:
 def _tokenizer_digest(tokenizer: object) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # set by the last call
+        rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # kept from the last call
     else:
         rules = getattr(tokenizer, "get_vocab", dict)()
     parts = [rules, getattr(tokenizer, "chat_template", None)]
@@ -167,7 +167,7 @@ def _teacher_identity(model: CohortModel, spec: RunSpec) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class RunBuilder:
-    """Builds the runs of a cohort; without ``writes`` (ranks other than 0) they write no records and checkpoints."""
+    """Builds the runs of a cohort. Without ``writes`` (on ranks other than 0), runs write no records or checkpoints."""
 
     job: CohortJob
     model: CohortModel
@@ -178,7 +178,7 @@ class RunBuilder:
     writes: bool = True
 
     def build(self, spec: RunSpec, modes: tuple[Modes, Detector], grader: Grader, point: ResumePoint) -> Run:
-        """Return a run, restored, with its record begun. Raises CheckpointError when its files cannot be used."""
+        """Build a run, restore it and begin its records. Raises CheckpointError when its files cannot be used."""
         config, model, (own_modes, detector) = spec.config, self.model, modes
         environments = environments_of(config, self.data, grader, self.job.folder)
         recorder = self._recorder(spec, grader, environments["train"])

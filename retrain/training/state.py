@@ -25,8 +25,8 @@ class SharedState(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RunState:
-    """Everything that a checkpoint holds besides tensors. Random streams have no state: they are functions of the
-    counters."""
+    """Everything that a checkpoint holds besides tensors. Random streams have no state: they are functions of the seed
+    and these counters."""
 
     step: int  # Optimizer steps done, which is the next step to run
     cursor: int  # Training problems taken from the data so far
@@ -56,7 +56,7 @@ class RunState:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RunState:
-        """Return the state of a checkpoint; early ones of this layout have neither ``mismatched_steps`` nor
+        """Return the state that a checkpoint holds; early checkpoints have neither ``mismatched_steps`` nor
         ``earlier``."""
         return cls(
             step=data["step"],

@@ -29,7 +29,7 @@ LR_SCHEDULES = ("constant", "linear", "cosine")
 
 def with_old_logprobs(batch: CreditedBatch, policy: Policy, logprobs: Sequence[np.ndarray] | None) -> CreditedBatch:
     """Return the batch with ``old_logprobs_T``, the policy's log-probabilities before the first of several updates.
-    ``logprobs``: those of all rollouts if already computed; else the policy scores the trained rollouts."""
+    ``logprobs``: these values for all rollouts if they are already computed; None: the trained rollouts are scored."""
     if logprobs is not None:
         return batch.with_fields(batch.rollouts, ({"old_logprobs_T": logprobs_T} for logprobs_T in logprobs))
     trained = batch.trained
@@ -107,7 +107,7 @@ def denominators_of(batch: CreditedBatch, rollouts: Sequence[CreditedRollout]) -
 
 @dataclass(frozen=True)
 class MinibatchUpdate:
-    """A minibatch and its update's metrics under the catalogue's keys; ``error`` is why the update was skipped."""
+    """A minibatch and its update's metrics by catalogue key. ``error``: the fault for which the update was skipped."""
 
     batch: StepBatch
     metrics: Mapping[str, float | None]
@@ -125,8 +125,9 @@ class MinibatchUpdate:
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """Update settings of a run: ``per_step`` updates of each batch; ``learning_rate`` maps the update's number in the
-    run to its rate; ``masked_by``: settings of the M2PO mask computed before each update, None without it."""
+    """Update settings of a run. ``per_step``: number of updates with each batch. ``learning_rate`` maps the number of
+    an update, counted over the run, to its rate. ``masked_by``: settings of the M2PO mask, which is computed before
+    each update; None without this mask."""
 
     objective: Objective
     per_step: int
@@ -175,11 +176,11 @@ def exceeds_target_kl(updates: Sequence[MinibatchUpdate], target_kl: float | Non
 
 SUMMED = ("timing_", "num_datums")  # Prefixes of metrics that are summed over updates
 ANY = ("optim/grad_clipped", "optim/skipped")  # Metrics that are true for a step if true for any of its updates
-# Means over updates. Metrics in none of these tuples are means over trained tokens
+# Metrics that are averaged over updates. Metrics in none of these tuples are averaged over trained tokens
 PER_UPDATE = ("loss", "reported_loss", "optim/lr", "optim/grad_norm", "optim/critic_lr", "optim/critic_grad_norm")
-# Means over action tokens, all of which have a value
+# Metrics that are averaged over all action tokens, because each of them has a value
 OF_ACTIONS = ("loss/value_avg", "val/clipfrac_avg", "rejected_tokens_frac")
-OF_COMPLETIONS = ("objective/kl", "objective/non_score_reward", "rejected_sequences_frac")  # Means over completions
+OF_COMPLETIONS = ("objective/kl", "objective/non_score_reward", "rejected_sequences_frac")  # Averaged over completions
 MAXIMA = {"optim/lr": "optim/lr_max", "optim/grad_norm": "optim/grad_norm_max"}
 
 
@@ -219,7 +220,7 @@ def _values(updates: Sequence[MinibatchUpdate], key: str) -> list[float]:
 
 
 def _mean(updates: Sequence[MinibatchUpdate], key: str) -> float | None:
-    """Return the weighted mean of a metric; with zero weights, as for a probe, the mean over updates."""
+    """Return the weighted mean of a metric; if all weights are 0, as for a probe, the mean over updates."""
     pairs = _weighted(updates, key)
     if not any(weight for weight, _ in pairs):
         pairs = [(1.0, value) for _, value in pairs]

@@ -27,7 +27,8 @@ class Watch:
     limit: float
 
     def mismatch(self, policy: Policy, samples: Sequence[Sample], weights: PolicySnapshot) -> float:
-        """Return half the mean squared difference (nats²) over the action tokens of samples drawn by ``weights``."""
+        """Return half the mean squared difference (nats²) between the log-probabilities of server and trainer, over
+        the action tokens. ``weights``: the weights that sampled them."""
         scores = policy.score(samples, frozenset({Want.LOGPROBS}), weights).logprobs
         assert scores is not None, "a policy gives what it is asked for"
         served = [sample.logprobs[sample.action_mask] for sample in samples]

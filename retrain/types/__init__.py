@@ -1,7 +1,7 @@
 """Data that flows through a run: Problem → Rollout → Group → CreditedBatch → Sample → metrics row.
 
-Most types are frozen: a stage returns a new object with what it adds. ``MicroBatch``, which holds tensors, is in
-``retrain.policy``.
+Most types are frozen: each stage returns a new object that also has its own results. ``MicroBatch``, which holds
+tensors, is in ``retrain.policy``.
 """
 
 from retrain.types.rollouts import CORRECT_ABOVE as CORRECT_ABOVE

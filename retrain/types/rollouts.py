@@ -58,8 +58,8 @@ class SampleRequest:
     """Request to sample ``samples`` completions of one prompt with the weights that ``policy`` names.
 
     ``stream`` names the random stream of the group (``retrain.rng``). Sample k uses the stream ``(*stream, k)``, so
-    that it does not depend on the rest of the batch. ``top_p``, ``top_k`` and ``min_p`` truncate the distribution
-    (``engines.step``).
+    that its tokens do not depend on the other requests of the batch. ``top_p``, ``top_k`` and ``min_p`` truncate the
+    distribution (``engines.step``).
     """
 
     policy: PolicyRef
@@ -75,14 +75,15 @@ class SampleRequest:
     # until ``forget_sequences``
     sequences: tuple[tuple[int | str, ...], ...] = ()
     streams: tuple[tuple[int | str, ...], ...] = ()  # Stream of each sample, if not ``(*stream, k)``
-    drawn: int = 0  # Random numbers of each stream to skip: completion tokens at the end of ``prompt_ids``
+    # Number of completion tokens at the end of ``prompt_ids``; their random numbers are skipped in each stream
+    drawn: int = 0
 
 
 @dataclass(frozen=True)
 class Support:
-    """Candidate tokens of every sampled token under truncated sampling (top-p, top-k, min-p).
+    """Tokens among which each token was sampled, under truncated sampling (top-p, top-k, min-p).
 
-    Those of token t are ``ids[offsets[t] : offsets[t + 1]]`` (int32), itself included; ``offsets``: int64 [T + 1].
+    Token t was sampled among ``ids[offsets[t] : offsets[t + 1]]`` (int32); ``offsets``: int64 [T + 1].
     """
 
     ids: np.ndarray
@@ -93,10 +94,10 @@ class Support:
 class Action:
     """The tokens that the policy sampled in one turn.
 
-    ``token_ids`` includes the end token if ``stop_reason == "stop"``. ``logprobs_T`` and ``entropy_T`` (nats) are those
-    of the sampled distribution: after temperature, over ``support`` or else the full vocabulary. ``entropy_T`` is None
-    if the engine does not return it, ``support`` if sampling was not truncated. ``policy_version`` is the version of
-    the weights that sampled.
+    ``token_ids`` includes the end token if ``stop_reason == "stop"``. ``logprobs_T`` and ``entropy_T`` (nats) belong to
+    the distribution that was sampled from: after temperature, over ``support`` or else the full vocabulary.
+    ``entropy_T`` is None if the engine does not return it; ``support`` is None if sampling was not truncated.
+    ``policy_version`` is the version of the weights that sampled.
     """
 
     token_ids: list[int]
@@ -113,10 +114,10 @@ class Action:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One turn. ``observation_ids``: tokens read before the ``action``, in the first turn the prompt. ``messages``: the
-    observation as chat messages. ``fresh``: the conversation was rewritten, and ``observation_ids`` is all of it.
-    ``reward``: the environment's reward for this turn, None if it rewards only episodes. ``metrics`` and ``logs``: the
-    environment's numbers and texts about it."""
+    """An observation and the policy's ``action`` on it. ``observation_ids``: the observation as tokens, in the first
+    turn the prompt; ``messages``: the same as chat messages. ``fresh``: the conversation was rewritten, and
+    ``observation_ids`` is all of it. ``reward``: the environment's reward for this turn, None if it rewards only
+    episodes. ``metrics`` and ``logs``: numbers and texts that the environment reports about the turn."""
 
     observation_ids: tuple[int, ...]
     action: Action
@@ -159,9 +160,9 @@ def with_correctness(
 ) -> RewardResult:
     """Return the reward with ``correct`` and ``format_ok`` decided; no other function decides them.
 
-    ``correct``: as the reward set it, else whether the component or metric ``correct_metric`` (default ``correct``) is
-    above 0.5, else whether the total is above ``correct_above``. ``format_ok``: as the reward set it, else whether the
-    component or metric ``format`` is above 0.5, else None.
+    A field that the reward has set is kept. Otherwise ``correct`` is whether the component or metric ``correct_metric``
+    (default ``correct``) is above 0.5 or, without such a value, whether the total is above ``correct_above``.
+    ``format_ok`` is whether the component or metric ``format`` is above 0.5, None without such a value.
     """
     values = {**reward.sample_metrics, **reward.components}
 

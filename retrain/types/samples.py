@@ -19,11 +19,11 @@ MAX_STALENESS = "max_async"  # Reason for discarding a group that exceeds the al
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts that normalise the loss, over *all* rollouts of an optimizer step with a reward, trained on or not.
+    """Numbers by which the loss of an optimizer step is divided. *All* rollouts with a reward count, trained or not.
 
-    The tokens of a sequence that count are those of its loss mask; with ``all_tokens``, all action tokens; with
-    ``kept_tokens``, those of the loss mask that were not rejected. ``action_tokens``: all action tokens, the divisor of
-    a critic's loss.
+    The counted tokens of a sequence are those of its loss mask; with ``all_tokens``, all action tokens; with
+    ``kept_tokens``, those of the loss mask that were not rejected. ``action_tokens``: number of action tokens, by which
+    a critic's loss is divided.
     """
 
     tokens: int
@@ -42,7 +42,7 @@ class CreditedRollout(Rollout):
     credit, ``turn_advantages`` (1.0, -0.25) and ``token_advantages_T`` [1.0, 1.0, 1.0, -0.25, -0.25].
     """
 
-    staleness: int = 0  # Policy versions that its oldest token is behind
+    staleness: int = 0  # Staleness of its oldest token, in policy versions
     # Token ids of the teacher's prompt; () for the rollout's own prompt, None without teacher
     teacher_prompt: tuple[int, ...] | None = None
     advantage: float = math.nan  # NaN without a reward, and before credit assignment
@@ -52,14 +52,14 @@ class CreditedRollout(Rollout):
     pooled_uncertainty_T: np.ndarray | None = None  # float64 [T]: after SEPA pooling
     token_advantages_T: np.ndarray | None = None  # float64 [T]; None without a reward
     loss_mask_T: np.ndarray | None = None  # bool [T]: tokens that train; None for all of them
-    policy_weights_T: np.ndarray | None = None  # float64 [T]: factor of policy loss, 0: rejected; None: 1
+    policy_weights_T: np.ndarray | None = None  # float64 [T]: factors of policy loss (0: rejected); None: all 1
     values_T: np.ndarray | None = None  # float64 [T]: the critic's value before each token
     value_targets_T: np.ndarray | None = None  # float64 [T]
     # Trainer's log-probabilities [T]: before the first of several updates (float64), or, after a single update, those
     # of its forward pass (float32)
     old_logprobs_T: np.ndarray | None = None
-    counted_tokens: int | None = None  # Tokens in the loss's denominator; None for all of them
-    counted_sequences: int | None = None  # Sequences in the loss's denominator; None for all
+    counted_tokens: int | None = None  # Its tokens in the loss's denominator; None: all
+    counted_sequences: int | None = None  # Its sequences in the loss's denominator; None: all
 
     @property
     def has_reward(self) -> bool:
@@ -83,7 +83,7 @@ class CreditedGroup(Group):
 
     @classmethod
     def of(cls, group: Group, staleness: Sequence[int] | None = None, discarded: str | None = None) -> CreditedGroup:
-        """Return ``group`` without credit. ``staleness``: versions that each rollout is behind; None for 0."""
+        """Return ``group`` as a group that has no credit yet. ``staleness``: of each rollout; None: all 0."""
         behind = staleness or [0] * len(group.rollouts)
         rollouts = [
             CreditedRollout(one.prompt, one.turns, one.reward, one.ended, staleness=versions)
@@ -96,7 +96,7 @@ class CreditedGroup(Group):
 class CreditedBatch:
     """The groups of one step with their credit, the denominators of its loss, and numbers for its metrics row.
 
-    Every credit step returns a new one; the order of groups and rollouts never changes.
+    Every credit step returns a new batch; the order of groups and rollouts never changes.
     """
 
     groups: tuple[CreditedGroup, ...]
@@ -114,7 +114,6 @@ class CreditedBatch:
 
     @property
     def trained(self) -> list[CreditedRollout]:
-        """Return the credited rollouts of groups that are not discarded."""
         kept = [group for group in self.groups if group.discarded is None]
         return [rollout for group in kept for rollout in group.rollouts if rollout.is_credited]
 
@@ -127,7 +126,7 @@ class CreditedBatch:
     def with_fields(
         self, rollouts: Sequence[CreditedRollout], changes: Iterable[Mapping[str, object]]
     ) -> CreditedBatch:
-        """Return the batch with changed ``rollouts``: for each, a mapping from field names to new values."""
+        """Return the batch with changed ``rollouts``. ``changes``: new values by field name, for each of them."""
         # Rollouts hash by identity (eq=False): two with equal tokens are different keys.
         changed = {rollout: replace(rollout, **change) for rollout, change in zip(rollouts, changes, strict=True)}
         return self.with_rollouts(changed.get(rollout, rollout) for rollout in self.rollouts)
@@ -142,11 +141,11 @@ class CreditedBatch:
 
 @dataclass
 class EvalRecord:
-    """One held-out evaluation: every group with its rollouts, none of which has an advantage.
+    """One evaluation on the held-out set ``name``, with one group per problem.
 
-    ``step``: number of updates done. ``samples``: per problem. ``temperature``, ``max_tokens``, ``top_p``, ``top_k``
-    and ``min_p``: sampling settings. ``error``: exception of the environment or grader, because of which groups are
-    missing.
+    ``step``: number of updates done. ``samples``: completions per problem. ``temperature``, ``max_tokens``, ``top_p``,
+    ``top_k`` and ``min_p``: sampling settings. ``error``: exception of the environment or grader, because of which
+    groups are missing.
     """
 
     name: str
@@ -166,8 +165,8 @@ class EvalRecord:
 class StepRecord:
     """One optimizer step of one run, from which the recorder computes all metrics.
 
-    ``groups``: all groups of the batch before filtering. ``dropped``: groups that dynamic sampling replaced, which
-    count only as sampled. ``update``: metrics of the update by catalogue key (loss, optim/grad_norm, val/ratio, …).
+    ``groups``: all groups of the batch before filtering. ``dropped``: groups that dynamic sampling replaced; they count
+    only in metrics of all sampled completions. ``update``: metrics of the update by catalogue key (loss, val/ratio, …).
     ``state``: metrics of controllers (sepa_lambda, …). ``spans``: (name, start, end) of the step's parts, in seconds
     since the epoch; names as in ``time/<name>``.
     """
@@ -258,8 +257,8 @@ class Want(StrEnum):
 class Scores:
     """Arrays over the action tokens [T], one per sample or per rollout; None for scores that were not requested.
 
-    ``logprobs`` and ``entropy`` (nats) are the policy's, ``reference`` the frozen base's log-probabilities, ``teacher``
-    a teacher's, an empty array for a rollout that it does not score.
+    ``logprobs`` and ``entropy`` (nats) are the policy's, ``values`` the critic's. ``reference`` and ``teacher`` are
+    log-probabilities by the frozen base and by the teacher, whose array is empty for a rollout that it does not score.
     """
 
     logprobs: list[np.ndarray] | None = None

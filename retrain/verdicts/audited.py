@@ -1,7 +1,7 @@
 """Compare the reward with the audit, a grader that never trains, on held-out problems: do both rise?
 
-For each seed, the changes of both from the first to the last evaluation count; intervals are of their means over seeds
-(Student's t, 95 %). A reward is called hacked if its interval lies above 0 and the audit's below.
+Both are changes from the first to the last evaluation of a run; intervals are of the mean change over seeds (Student's
+t, 95 %). A reward is called hacked if its interval lies above 0 and the audit's interval below.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Standing = Literal["hacked", "together", "apart", "unpaid", "cannot tell"]
 
 @dataclass(frozen=True)
 class Change:
-    """Mean over seeds of a value after training minus before, with its 95 % interval; None for a single seed."""
+    """Mean over seeds of a value's change by training, with its 95 % interval (None, None for a single seed)."""
 
     mean: float
     low: float | None
@@ -41,8 +41,8 @@ class Change:
 
 @dataclass(frozen=True)
 class AuditComparison:
-    """Changes of reward and audit of a condition on the held-out set ``name``, over ``seeds``. ``step``: the step from
-    which on the mean reward stays above and the mean audit below their first values; None without such a step."""
+    """Changes of a condition's reward and audit on the held-out set ``name``. ``seeds``: number of seeds; ``step``: the
+    step from which on the mean reward stays above and the mean audit below their first values, None without one."""
 
     label: str
     name: str
@@ -76,7 +76,6 @@ class AuditComparison:
 
 
 def audited(runs: Sequence[RunResult], labels: Sequence[str]) -> list[AuditComparison]:
-    """Return reward and audit of each condition with finished runs, for each held-out set with an audit."""
     names = dict.fromkeys(name for run in runs for name in run.set_names)
     finished = [run for run in runs if run.done]
     audits = [_audit(label, name, finished) for name in names for label in labels]

@@ -1,8 +1,8 @@
 """Comparison of every condition with the baseline: differences, intervals, and a verdict in one sentence.
 
 The seed is the replicate: completions are never pooled over seeds. Conditions are paired by seed, because the same seed
-has the same adapter, the same order of problems and the same random numbers. The deciding metric is declared before
-training (`[campaign] primary_metric`); others have no verdict. Failed and missing runs are named.
+has the same initial adapter, order of problems and random numbers. The deciding metric is declared before training
+(`[campaign] primary_metric`); other metrics have no verdict. Failed and missing runs are named.
 """
 
 import re
@@ -66,9 +66,9 @@ def compare_runs(
     """Compare the conditions ``labels`` by their runs, paired by seed. The baseline is by default the first label.
 
     ``metric`` is a text for ``Measure.parse``; the default is the final held-out accuracy, or without held-out
-    evaluations the correct rate of training. The campaign declared ``margin`` and ``rule``; ``standing`` decides
-    whether verdicts may be given. ``warnings`` are put before those found here. Raises UsageError for an unknown metric
-    or baseline.
+    evaluations the correct rate of training. ``margin`` and ``rule`` are as the campaign declared them; ``standing``
+    decides whether verdicts may be given. ``warnings`` come first among the warnings of the result. Raises UsageError
+    for an unknown metric or baseline.
     """
     first = baseline_of(baseline, labels)
     order = [first, *(label for label in labels if label != first)]
@@ -170,9 +170,9 @@ class _PairedRuns:
         return analyses
 
     def extremes(self) -> list["_PairedRuns"]:
-        """Return the worst cases for missing values: all conditions at the low end of the measure's range and the
-        baseline at the high end, and the reverse. Empty if none is missing, pairs are too few or the range is
-        unknown."""
+        """Return the two extreme cases for missing values: each condition has the low end of the measure's range and
+        the baseline the high end, and the reverse. Empty if no value is missing, there are too few pairs or the range
+        is unknown."""
         # Runs that the interim analysis stopped are not missing.
         stopped = {(run.label, run.pair) for run in self.runs if run.state == "stopped"}
         was_stopped = np.array([[(label, pair) in stopped for pair in self.pairs] for label in self.labels])
@@ -187,8 +187,8 @@ class _PairedRuns:
         ]
 
     def _seen_at_interim(self, rule: DeclaredRule) -> Floats | None:
-        """Return the differences at the interim analysis, float64 [conditions - 1, seeds]: as recorded, else those of
-        its seeds once all their runs have ended. None without the analysis, or before it."""
+        """Return the differences at the interim analysis, float64 [conditions - 1, seeds]: as recorded or, without a
+        record, computed once all runs of its seeds have ended. None if there is no analysis, or not yet."""
         record, planned = rule.interim, interim_seeds(len(self.pairs))
         if record is not None and (record.metric, record.baseline) == (self.measure.name, self.labels[0]):
             nothing = [None] * len(record.seeds)
@@ -217,7 +217,7 @@ class _ConditionBuilder:
     def condition(
         self, label: str, baseline: ConditionComparison, analysis: Analysis, *worst: Analysis
     ) -> ConditionComparison:
-        """Return a condition with its comparison and verdict; ``worst`` are its analyses in the two ``extremes``."""
+        """Return a condition with its comparison and verdict; ``worst``: its analyses in the cases of ``extremes``."""
         runs, measure = self.paired.runs, self.measure
         condition = self._level(label)
         is_decided = not analysis.is_final
@@ -331,7 +331,7 @@ def _missing(run: RunResult, measure: Measure) -> MissingRun:
 
 
 def possible(interval: Interval, measure: Measure, *, level: bool = False) -> Interval:
-    """Clip an interval to the range of the measure: for shares [−1, 1] for differences and [0, 1] for levels."""
+    """Clip the interval of a share to possible values: [0, 1] for a ``level``, [−1, 1] for a difference of levels."""
     if not measure.is_share or interval.low is None or interval.high is None:
         return interval
     least = 0.0 if level else -1.0
@@ -342,7 +342,7 @@ def _mean_bound(
     condition: ConditionComparison, baseline: ConditionComparison, margin: float, rate: float
 ) -> float | None:
     """Return the largest difference of the means if typical runs differ by at most ``margin`` and a share ``rate`` of
-    the runs of a condition collapses to the untrained model; None if no accuracy before training is known."""
+    a condition's runs falls back to the accuracy before training; None if that accuracy is unknown."""
     gains = [
         level.after_mean - level.before
         for level in (condition, baseline)
@@ -411,7 +411,7 @@ def _secondary_measures(primary: Measure, runs: Sequence[RunResult]) -> list[Mea
 
 
 def _measures_of_set(prefix: str, keys: Sequence[str]) -> list[Measure]:
-    """Return the measures of a set: accuracy in three summaries, largest pass@k and maj@k, and reward with audit."""
+    """Return a set's secondary measures: accuracy in three summaries, largest pass@k and maj@k, reward with audit."""
     measures = [Measure(summary, f"{prefix}correct_rate") for summary in SECONDARY]
     for kind in ("pass@", "maj@"):
         ks = [int(match[1]) for key in keys if (match := re.fullmatch(rf"{re.escape(prefix + kind)}(\d+)", key))]

@@ -26,7 +26,7 @@ from retrain.verdicts.results import Measure, RunResult
 DECLARED, INTERIM, EXPLORATORY = "declared", "interim", "exploratory"
 DEVIATION = "protocol deviation"
 COMPLETE = ("done", "stopped")  # States of runs that do not count as missing
-# Keys of [campaign] that chose a rule in earlier versions; a declaration that has them was made under such a rule
+# Keys of [campaign] that chose a rule in earlier versions. A declaration with one of them was made under such a rule
 EARLIER_RULE_KEYS = ("test", "futility", "race", "prior_spread", "prior_freedom")
 
 
@@ -90,8 +90,8 @@ def standing(
 ) -> Standing:
     """Return the status of one campaign's runs.
 
-    What an earlier version did not declare is not checked. ``measure`` is the declared measure, ``compared`` the
-    reported one; ``deviations`` are those of the records.
+    Facts that an earlier version did not declare are not checked. ``measure`` is the declared measure, ``compared`` the
+    measure of this comparison; ``deviations``: clauses about records that differ from the declaration.
     """
     reasons = []
     if compared != measure:

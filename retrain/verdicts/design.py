@@ -1,8 +1,8 @@
 """Report before training which differences a campaign can detect, and where its design misleads.
 
 The sources are the plan, the table of the rule's power and, if there is one, an earlier campaign. The spread is the
-standard deviation of paired differences between conditions, from which common seeds, problems and random numbers have
-already been removed.
+standard deviation of paired differences between conditions. What the two runs of a pair have in common (seed, problems,
+random numbers) does not add to it.
 """
 
 from collections.abc import Sequence
@@ -89,13 +89,14 @@ def _earlier_spread(directory: Path | None, measure: Measure) -> Spread | None:
     try:
         return pilot_spread(directory, measure)
     except UsageError:
-        return None  # hardly begun, or begun with another metric
+        return None  # too few finished runs, or another metric
 
 
 def _power_lines(
     seeds: int, comparisons: int, spread: Spread | None, target: float | None, scale: float, unit: str
 ) -> list[str]:
-    """Return the power at the target difference; without a spread or a target, at multiples of the pair spread."""
+    """Return lines with the power at the difference ``target``. If ``target`` or ``spread`` is None, the power is given
+    at multiples of the pair spread."""
     if spread is not None and not spread.value:
         return ["these differences are all the same: they cannot tell how much seeds vary"]
     if spread is None or target is None:
@@ -124,7 +125,7 @@ def warnings_of(specs: Sequence[RunSpec]) -> list[str]:
 
 
 def factors(spec: RunSpec, other: RunSpec) -> list[str]:
-    """Return the keys that differ between two conditions, without settings that one of their modes does not use."""
+    """Return the keys in which two conditions differ, except keys that have no effect in one of them."""
     mine, theirs = spec.config.algorithm, other.config.algorithm
     differing = [key for key in ("advantage_mode", "transform_mode") if getattr(mine, key) != getattr(theirs, key)]
     for key in dict.fromkeys([*spec.overrides, *other.overrides]):
@@ -135,7 +136,6 @@ def factors(spec: RunSpec, other: RunSpec) -> list[str]:
 
 
 def _confounded(conditions: Sequence[RunSpec]) -> list[str]:
-    """Warn of conditions that differ from the baseline in several factors, and name one that isolates a factor."""
     notes, first = [], conditions[0]
     for spec in conditions[1:]:
         differing = factors(spec, first)
@@ -155,7 +155,6 @@ def _confounded(conditions: Sequence[RunSpec]) -> list[str]:
 
 
 def _scales(conditions: Sequence[RunSpec]) -> list[str]:
-    """Warn of advantage modes whose advantages differ in size although they share one learning rate."""
     scales = [(spec, advantage_of(spec.config.algorithm.advantage_mode).scale) for spec in conditions]
     scaled = [(spec, scale) for spec, scale in scales if scale is not None]
     rates = {spec.config.training.lr for spec, _ in scaled}

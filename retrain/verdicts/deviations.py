@@ -26,8 +26,8 @@ UNSEALED = "Not sealed: the runs were recorded without hashes, so that a change 
 @lru_cache(CHECKED_RUNS)
 def _contradictions(run: Path, stamps: object, seal: Seal | None) -> tuple[str, ...]:
     """Return one clause for each fault in the evaluations of a finished run: rows that differ from the seal, accuracies
-    that differ from the grades of the completions. ``stamps`` of the files are part of the cache key, so that files are
-    read again only after they have changed."""
+    that differ from the grades of the completions. ``stamps`` of the files are only a part of the cache key, so that
+    files are read again after they have changed."""
     rows, digest, count = evaluation_rows(run), "", 0
     grades: dict[tuple[int, str], list[bool]] = defaultdict(list)
     for row in iter_jsonl(run / EVALUATIONS):
@@ -83,7 +83,7 @@ def declared_entries(directory: Path, manifest: Values) -> list[Row]:
 def deviations(
     directory: Path, declared: Values, entries: Sequence[Values], configs: Mapping[str, Values]
 ) -> list[str]:
-    """Return a clause for each way in which runs differ from the declaration, with the runs that it concerns.
+    """Return a clause for each way in which runs differ from the declaration, with the ids of these runs.
 
     ``configs`` are the contents of the runs' ``config.json``, by run id.
     """

@@ -30,8 +30,8 @@ SMOOTHING = 20  # Training curves are moving averages over 1/20 of the steps, at
 
 @dataclass
 class Campaign:
-    """The records of a campaign, its runs in their order, and the resolved configuration of each condition. Labels
-    are ``condition_name``s."""
+    """The records of a campaign, its runs in the manifest's order, and the resolved configuration of each condition.
+    Labels are ``condition_name``s."""
 
     directory: Path
     manifest: Row
@@ -53,7 +53,7 @@ class Campaign:
 
     @property
     def shown_set(self) -> str:
-        """The held-out set whose completions are shown: that of the primary metric, else the first."""
+        """Held-out set whose completions are shown: the set of the compared metric, else the first set."""
         return self.measure.held_out or first_set(self.runs)
 
     def of(self, label: str) -> list[RunResult]:
@@ -166,8 +166,8 @@ def window_of(steps: int) -> int:
 
 
 def moving_average(steps: np.ndarray, values: np.ndarray, window: int) -> np.ndarray:
-    """Return for each value the mean of the values at the last ``window`` steps, its own included. NaN stay NaN and do
-    not count; ``steps`` must ascend."""
+    """Return for each value the mean of the values at the last ``window`` steps, including its own step. NaN stay NaN
+    and are left out of means; ``steps`` must ascend."""
     finite = np.isfinite(values)
     if window < 2 or not finite.any():
         return values
@@ -202,7 +202,8 @@ def completions(run: RunResult, held_out: str) -> tuple[list[Completion], list[C
 
 @dataclass
 class Twin:
-    """A prompt on two sides, such as conditions: per side (right answers, all answers) and an answer of ``seed``."""
+    """Answers to one prompt on two sides: two conditions, or before and after training. ``first``, ``second``: (right
+    answers, all answers) on each side; ``examples``: an answer of the run with ``seed`` on each side."""
 
     problem: str
     prompt: str
@@ -214,7 +215,6 @@ class Twin:
 
     @property
     def change(self) -> float:
-        """Share solved on the second side minus that on the first."""
         return self.second[0] / self.second[1] - self.first[0] / self.first[1]
 
 

@@ -31,7 +31,7 @@ POWER: Mapping[int, Sequence[tuple[int, ...]]] = {
     seeds: [tuple(map(int, cell.split("/"))) for cell in row.split()] for seeds, row in _SIMULATED.items()
 }
 
-PLANNED_SEEDS = 10  # With the interim analysis, a condition that differs by 2 pair spreads uses 7.5 on average
+PLANNED_SEEDS = 10  # With the interim analysis, a condition that differs by 2 pair spreads trains 7.5 seeds on average
 WANTED_POWER = 0.8
 MOST_SEEDS = 10_000
 
@@ -39,8 +39,8 @@ MOST_SEEDS = 10_000
 def power(seeds: int, comparisons: int, effect: float) -> float:
     """Return the probability that a difference of ``effect`` pair spreads is found, interpolated from ``POWER``.
 
-    Above the largest tabulated number of seeds, ``effect`` is scaled by √(seeds / largest). More comparisons than in
-    ``FAMILIES`` are extrapolated by the logarithm of their number.
+    Above the largest tabulated number of seeds, the power of that number is used, with ``effect`` scaled by
+    √(seeds / largest). More comparisons than in ``FAMILIES`` are extrapolated by the logarithm of their number.
     """
     rows = sorted(POWER)
     if seeds < rows[0]:
@@ -83,7 +83,7 @@ def _between(x: float, ends: Sequence[float], values: Sequence[float]) -> float:
     return values[0] + (values[1] - values[0]) * (x - ends[0]) / (ends[1] - ends[0])
 
 
-MOST_FOLLOW_UP_SEEDS = 20  # Beyond, a difference is too small for the spread of these runs
+MOST_FOLLOW_UP_SEEDS = 20  # A difference that needs more seeds is too small for the spread of these runs
 
 
 def follow_up(comparison: Comparison, directory: Path) -> str:
@@ -128,7 +128,7 @@ def _from_here(path: Path) -> str:
 
 
 def pair_spread(differences: Sequence[Sequence[float]]) -> float | None:
-    """Return the standard deviation of paired differences within conditions; None if no condition has two pairs."""
+    """Return the standard deviation of paired differences, pooled over conditions; None if none has two pairs."""
     groups = [np.asarray(values) for values in differences if len(values) > 1]
     freedom = sum(len(values) - 1 for values in groups)
     if not freedom:

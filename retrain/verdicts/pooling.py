@@ -2,7 +2,7 @@
 
 Different measurements are refused: other held-out problems, or the same problems sampled differently. Runs of one
 condition are pooled over directories when their settings agree; otherwise they are kept apart as ``label@directory``
-and the keys are named. Different data, base weights, code or lengths of training are noted.
+and the differing keys are named. Different data, base weights, code or lengths of training are noted.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,9 +34,9 @@ Reader = Callable[[Path, RunEntry], RunResult]
 
 @dataclass(frozen=True)
 class Source:
-    """One directory: ``runs`` in order; ``labels``, the baseline first; the declaration as JSON; ``changed``: how its
-    file differs from the declaration now; protocol ``deviations`` of its records; ``notes`` for the reader; its
-    declared ``rule``."""
+    """Records of one directory: ``runs`` in order; ``labels``, the baseline first; the declaration as JSON;
+    ``changed``: lines about settings in which the file now differs from the declaration; protocol ``deviations``;
+    ``notes`` for the reader; the declared ``rule``."""
 
     name: str
     runs: list[RunResult]
@@ -84,7 +84,8 @@ class _Pool:
         return notes
 
     def rule(self, as_declared: bool) -> DeclaredRule:
-        """Return the rule of a single campaign with its metric and baseline, else a rule without interim analysis."""
+        """Return a single campaign's declared rule if metric and baseline are ``as_declared``, else a rule without
+        interim analysis."""
         if len(self.sources) == 1 and as_declared:
             return self.sources[0].rule
         return DeclaredRule(earlier=next((source.rule.earlier for source in self.sources if source.rule.earlier), ""))
@@ -103,8 +104,8 @@ def compare_directories(
     """Compare the runs of these campaigns and single runs. Return the ``Comparison`` as JSON, with ``directories``.
 
     ``metric`` (a text for ``Measure.parse``) defaults to the declared metric of the first campaign, ``baseline`` (a
-    condition's name) to its first condition. ``read`` reads a run's files. Raises UsageError for a directory that is no
-    campaign or run, an unknown baseline, and runs whose evaluations differ.
+    condition's name) to the first condition. ``read`` reads a run's files. Raises UsageError for a directory that is no
+    campaign or run, an unknown baseline, and runs with different held-out problems or sampling settings.
     """
     directories = list({path.resolve(): path for path in directories}.values())
     names = _names(directories)
@@ -138,7 +139,6 @@ def compare_directories(
 
 
 def conclude(directory: Path) -> Row:
-    """Compare the runs of a campaign that has ended and write ``comparison.json``."""
     comparison = compare_directories([directory])
     del comparison["directories"]
     write_json(directory / COMPARISON, comparison)
@@ -148,7 +148,7 @@ def conclude(directory: Path) -> Row:
 def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Source:
     """Read the runs of a campaign's or a single run's directory. Raises UsageError when it is neither."""
     if not (directory / MANIFEST).is_file():
-        campaign = directory.absolute().parent.parent  # of logs/<campaign>/runs/<run>
+        campaign = directory.absolute().parent.parent  # if the directory is logs/<campaign>/runs/<run>
         hint = f"; its campaign is {campaign}" if (campaign / MANIFEST).is_file() else ""
         raise UsageError(f"{directory} is not the directory of a campaign or run: it has no {MANIFEST}{hint}")
     manifest = read_manifest(directory)
@@ -158,7 +158,7 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
     campaign = next((run.config["campaign"] for run in runs if run.config.get("campaign") is not None), {})
     for run in runs:
         run.pair = run.pair if run.config else (campaign.get("seed", 0), run.seed)
-    # Before there was a record of it, the settings of the first run are what was declared.
+    # Early versions recorded no declaration: for these, the settings of the first run count as declared.
     keys = (*DECIDING_KEYS, *EARLIER_RULE_KEYS)
     declared = {key: campaign[key] for key in keys if key in campaign} | recorded
     configs, registered = {run.run_id: run.config for run in runs}, history(directory, manifest)
@@ -177,7 +177,7 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
 
 
 def _changed(directory: Path, declared: Values) -> list[str]:
-    """Return a line for each setting in the campaign's file that differs from the declared one, which decides."""
+    """Return a line for each setting of the campaign's file that now differs from the declaration."""
     now = next(iter(planned_configs(directory).values()), {}).get("campaign", {})
     return [
         f"[campaign] {key} was declared as {value_text(declared[key])} and is {value_text(now[key])} in the file "
@@ -188,7 +188,7 @@ def _changed(directory: Path, declared: Values) -> list[str]:
 
 
 def _present(key: str, value: object) -> object:
-    """Return a declared value in today's terms: all stopping rules of earlier versions mean the interim analysis."""
+    """Return a declared value in present terms: every stopping rule of an earlier version counts as "on"."""
     return "on" if key == "sequential" and value != "off" else value
 
 
@@ -198,7 +198,6 @@ def _names(directories: Sequence[Path]) -> list[str]:
 
 
 def _require_same_evaluation(sources: Sequence[Source], held_out: str) -> None:
-    """Raise UsageError when the problems of a held-out set, or how they are sampled, differ between directories."""
     seen: dict[str, tuple[str, object]] = {}
     for source in sources:
         for run in source.runs:
@@ -213,7 +212,7 @@ def _require_same_evaluation(sources: Sequence[Source], held_out: str) -> None:
 
 
 def _evaluation_facts(run: RunResult, held_out: str) -> dict[str, object]:
-    """Return the facts on which the numbers of a held-out set depend, in words; {} for a run without evaluations."""
+    """Return the facts on which a run's held-out numbers depend, by name for messages; {} without evaluations."""
     evaluation = run.config.get("evaluation")
     if evaluation is None or not run.evaluations:
         return {}
@@ -228,7 +227,7 @@ def _evaluation_facts(run: RunResult, held_out: str) -> dict[str, object]:
 
 
 def _keep_apart(sources: Sequence[Source]) -> list[str]:
-    """Rename in place conditions whose settings differ from the same label in another directory; return notes."""
+    """Rename, in place, conditions whose label has other settings in an earlier directory; return notes."""
     notes: list[str] = []
     first: dict[str, tuple[Source, Row]] = {}
     for source in sources:
@@ -253,7 +252,7 @@ def _keep_apart(sources: Sequence[Source]) -> list[str]:
 
 
 def _without_repeats(runs: Sequence[RunResult]) -> tuple[list[RunResult], list[str]]:
-    """Keep one run for each condition and seed, a finished one if there is one: a repeated seed is no replicate."""
+    """Return one run per condition and seed, if possible a finished one, and notes: a repeated seed is no replicate."""
     chosen: dict[tuple[str, tuple[int, int]], RunResult] = {}
     repeated: list[str] = []
     for run in runs:

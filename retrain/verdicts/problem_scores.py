@@ -16,7 +16,7 @@ SAME = 1e-6  # Rounding tolerance between the mean over problems and the run's r
 
 
 def problem_scores(run: RunResult, measure: Measure) -> dict[str, float] | None:
-    """Return each problem's contribution to the run's value, by problem id; their mean is that value.
+    """Return the run's score on each problem, by problem id; the mean over problems is the run's value.
 
     None for metrics other than accuracy, reward, length, pass@k, avg@k and maj@k, without the completions (directories
     of earlier releases), or if the mean over problems differs from the recorded value.
@@ -42,7 +42,6 @@ def problem_scores(run: RunResult, measure: Measure) -> dict[str, float] | None:
 
 
 def _score(rows: Sequence[Row], metric: str) -> float:
-    """Return the metric for one problem, NaN for metrics that are not defined per problem."""
     correct = [bool(row["correct"]) for row in rows]
     name, _, k = metric.partition("@")
     match name:

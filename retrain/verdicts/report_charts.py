@@ -42,7 +42,7 @@ CURVES = (
 
 
 def charts_of(campaign: Campaign, audits: Sequence[AuditComparison], squeezes: Sequence[Row]) -> dict[str, object]:
-    """Return the charts by place in the report; places without charts are left out."""
+    """Return lists of charts by section of the report; sections without charts are left out."""
     groups, curves = [{"name": label, "index": index} for index, label in enumerate(campaign.labels)], _curves(campaign)
     places = {
         "results": _results(campaign),
@@ -83,7 +83,7 @@ def _curve_chart(campaign: Campaign, metric: ChartedMetric) -> Chart | None:
     rows = (row for run in campaign.runs for row in run.rows)
     if key == "mean_reward" and all(row.get(key) == row.get("correct_rate") for row in rows):
         return None  # Rewards are 0 and 1: the curve would repeat that of the correct rate.
-    # Back pressure steers what all runs of a cohort do together: one line says it for all.
+    # Back pressure acts on a whole cohort: the line of the first condition stands for all.
     labels = campaign.labels[:1] if key.startswith("bp_") else campaign.labels
     curves = [curve(label, index, campaign.of(label), key, smooth=smooth) for index, label in enumerate(labels)]
     if key.startswith("sepa_"):  # Conditions without SEPA have 0 at every step.
@@ -123,7 +123,6 @@ def _audited(campaign: Campaign, audit: AuditComparison) -> Chart:
 
 
 def _distributions(campaign: Campaign) -> list[Chart]:
-    """Return histograms of lengths and rewards at the last evaluation over all seeds. They are not used in tests."""
     after_training: dict[str, list[Completion]] = {}
     kind = ""
     for label in campaign.labels:

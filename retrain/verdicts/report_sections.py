@@ -114,7 +114,7 @@ def secondary(campaign: Campaign) -> tuple[list[str], list[list[str]]]:
 
 def same_prompts(campaign: Campaign) -> tuple[str, list[Row]]:
     """Return a phrase that names the completions, and for each pair of sides the prompts whose solve rate differs most.
-    The sides are baseline and condition after training, then each condition before and after training."""
+    The pairs are baseline and condition after training, then each condition before and after training."""
     sampled = {run.run_id: completions(run, campaign.shown_set) for run in campaign.runs if run.done}
     baseline, *others = campaign.labels
     base = {run.pair: run for run in campaign.of(baseline) if run.done}

@@ -2,7 +2,7 @@
 
 A measure is a metric with a summary, which makes one number of a run's curve: ``final`` is the value after the last
 update, ``last3`` the mean over the last three scheduled evaluations, ``auc`` the area under the curve over steps,
-divided by their number (the mean height of the curve).
+divided by the number of steps (the mean height of the curve).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HELD_OUT_SHORT = ("correct_rate", "reward_mean", "audit", "mean_length", "pass@<
 # Metrics whose larger values are better
 MERITS = r"(correct_rate|reward_mean|audit|mean_reward|reward/total|(pass|avg|maj)@\d+)$"
 SUMMARIES = ("final", "last3", "auc")  # Ways to summarise a curve as one number
-# The final value of a metric of training is its mean over the last tenth of the steps: single steps are noisy
+# The final value of a training metric is its mean over the last tenth of the steps, because single steps are noisy
 LAST_SHARE = 10
 
 SECTIONS = frozenset(sections())
@@ -120,12 +120,12 @@ class RunResult:
 
     @property
     def last_three(self) -> tuple[int, ...]:
-        """Numbers of updates at the last evaluations (at most three) of all problems in the configured schedule.
-        Evaluations at the former end of a run that was continued do not count."""
+        """Numbers of updates at the last three evaluations (or fewer) on all problems that the configured schedule has.
+        An evaluation at the former end of a run that was continued does not count."""
         training = self.config.get("training", {})
         if "eval_every" in training and "max_steps" in training:
             steps = whole_evaluations(self.schedule, training["max_steps"], training["eval_every"])
-        else:  # nothing says what was asked for
+        else:  # the schedule was not recorded
             steps = sorted({int(row["step"]) for row in self.evaluations if row["step"]})
         return tuple(steps[-DECIDING:])
 
@@ -168,7 +168,6 @@ class RunResult:
         return sum(last) / DECIDING if len(last) == DECIDING else None
 
     def result(self, measure: Measure) -> float | None:
-        """Return ``value`` of a finished run, else None: only finished runs are compared."""
         return self.value(measure) if self.done else None
 
     def before(self, measure: Measure) -> float | None:
@@ -190,8 +189,9 @@ class RunResult:
     def resolution(self, measure: Measure) -> float:
         """Return the largest change of a held-out rate, pass@k, avg@k or maj@k by one changed answer; 0 where unknown.
 
-        For a mean of several evaluations, it is the step of one number with the same rounding error. For a tag, it is
-        the resolution of all problems, a lower bound: the number of problems with the tag is not recorded.
+        For a weighted mean of several evaluations, it is multiplied by the root of the summed squared weights, because
+        their rounding errors are independent. For a tag, it is the resolution of all problems, a lower bound: the
+        number of problems with the tag is not recorded.
         """
         rate = re.fullmatch(r"eval/[^/]+(?:/[^/]+)?/(correct_rate|(pass|avg|maj)@(\d+))", measure.key)
         last = self.last_evaluations.get(measure.held_out or "", {})
@@ -200,9 +200,9 @@ class RunResult:
             return 0.0
         kind, k = rate[2], int(rate[3] or 1)
         answer = 1.0 / samples
-        if kind == "pass":  # the first right answer of a problem
+        if kind == "pass":  # most, if the changed answer is the problem's only right one
             answer = min(k, samples) / samples
-        elif kind == "maj":  # a block of k votes
+        elif kind == "maj":  # the changed answer decides a vote among k
             answer = 1.0 / max(1, samples // k)
         return answer / problems * math.sqrt(sum(weight**2 for weight in self.weights(measure).values()))
 
@@ -213,7 +213,7 @@ class RunResult:
 
     @property
     def metric_keys(self) -> set[str]:
-        """Keys that a measure can name: those of evaluations, and of the numbers in the last row of training."""
+        """Keys that a measure can name: keys of evaluations, and keys with a number in the last row of training."""
         held_out = {key for row in self.last_evaluations.values() for key in row if key.startswith("eval/")}
         return held_out | {key for row in self.rows[-1:] for key, value in row.items() if _is_number(value)}
 
@@ -236,7 +236,7 @@ def area_under(curve: Sequence[tuple[int, float]]) -> float | None:
 
 
 def read_run(directory: Path, entry: RunEntry, rows: list[Row] | None = None) -> RunResult:
-    """Read a run; ``rows`` stand for those of ``metrics.jsonl``, which is then not read."""
+    """Read a run's files. If ``rows`` are given, they replace the rows of ``metrics.jsonl``, which is not read."""
     path = directory / entry.path
     facts = read_config(path)
     config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}
@@ -329,7 +329,7 @@ def value_text(value: object) -> str:
 
 
 def _device_seconds(row: Values) -> float:
-    # What a cohort does together is split among its runs
+    # Seconds in which a cohort's runs sample or evaluate together are divided by the number of its runs
     separate = sum(row.get(f"time/{part}") or 0.0 for part in OWN_SPANS)
     shared = sum(row.get(f"time/{part}") or 0.0 for part in SHARED_SPANS)
     return separate + shared / (row.get("cohort_size") or 1)

@@ -1,10 +1,10 @@
 """The rule that decides every verdict: a sign-flip test over seeds, for all conditions together.
 
 Null hypothesis: the differences of a condition to the baseline, less a supposed difference and clipped (``cut``), are
-symmetric about 0, so that flipping the signs of a seed changes nothing. With one condition, error rates are exact for
-symmetric differences. With several, the others are centred by estimates, so that the level is measured and not proved;
-the maximum over conditions limits the family-wise error to 5 % for all conditions and analyses. Differences are float64
-[conditions, seeds] in the declared order of seeds, NaN where a run is missing.
+symmetric about 0, so that flipping a seed's signs does not change their distribution. With one condition, error rates
+are exact for symmetric differences. With several, the others are centred at estimated differences, and the error rate
+was found by simulation, not proved. The maximum over conditions limits the family-wise error to 5 % for all conditions
+and analyses. Differences are float64 [conditions, seeds] in the declared order of seeds, NaN where a run is missing.
 """
 
 from dataclasses import dataclass, replace
@@ -85,7 +85,7 @@ class Patterns:
 
 @dataclass(frozen=True)
 class SignFlipTest:
-    """Test of supposed differences at level ``budget``: sign patterns of this and the ``earlier`` interim analysis."""
+    """Test of supposed differences at level ``budget``. ``earlier``: sign patterns of the interim analysis, if any."""
 
     patterns: Patterns
     earlier: Patterns | None
@@ -115,8 +115,8 @@ def interim_seeds(planned: int) -> int | None:
 def judge(differences: Floats, interim: Floats | None = None, margin: float | None = None) -> list[Analysis]:
     """Return each condition's deciding analysis: the interim analysis if it found a difference, else the final one.
 
-    ``differences`` has all planned seeds; ``interim`` the first of them as the interim analysis saw them, None without
-    one. A condition that was stopped stays in the reference of the others with the seeds that it has.
+    ``differences`` has all planned seeds; ``interim`` has the first seeds as the interim analysis saw them, None
+    without one. A condition that was stopped stays in the reference distribution of the others with its seeds so far.
     """
     if not differences.size:
         return [_without_pairs(differences.shape[1]) for _ in differences]
@@ -134,7 +134,7 @@ def interim_analysis(differences: Floats, planned: int, margin: float | None = N
 
 
 def typical_differences(values: Floats) -> Floats:
-    """Return for each row the m for which ``cut(row - m)`` sums to 0, a mean that outliers hardly move: float64 [rows];
+    """Return float64 [rows]: for each row the m for which ``cut(row - m)`` sums to 0, a mean that outliers hardly move.
     NaN for a row without values."""
     low, high = _range(values)
     for _ in range(60):  # More halvings than a float64 has bits
@@ -164,8 +164,8 @@ def flipped(values: Floats, signs: Floats) -> Floats:
 
 
 def outlier_places(differences: Floats, typical: float, margin: float | None) -> tuple[int, ...]:
-    """Return the positions of differences that are farther from ``typical`` than 5 times the median distance from it
-    and than twice ``margin`` (None: 0)."""
+    """Return the positions of differences whose distance from ``typical`` exceeds both 5 times the median distance and
+    twice the ``margin`` (None: 0)."""
     distances = np.abs(differences - typical)
     bound = max(OUTLIER_MEDIANS * float(np.nanmedian(distances)), OUTLIER_MARGINS * (margin or 0.0)) + ZERO
     return tuple(np.flatnonzero(distances > bound).tolist())
@@ -180,7 +180,7 @@ def _range(values: Floats) -> tuple[Floats, Floats]:
 
 def _patterns(values: Floats, planned: int) -> Patterns:
     seeds = values.shape[1]
-    # Sampled patterns are drawn for all planned seeds, so that the interim analysis sees the beginnings of the same.
+    # Sampled patterns are drawn for all planned seeds, so that the interim analysis has the same, cut to its seeds.
     signs = _enumerated(seeds) if planned <= MOST_ENUMERATED_SEEDS else _sampled(planned)[:, :seeds]
     statistics = flipped(values - typical_differences(values)[:, None], signs)
     others = [np.delete(statistics, row, axis=0).max(axis=0, initial=0.0) for row in range(len(values))]
@@ -189,8 +189,8 @@ def _patterns(values: Floats, planned: int) -> Patterns:
 
 @lru_cache(maxsize=8)
 def _enumerated(seeds: int) -> Floats:
-    """Return all patterns with a first sign of +, float64 [2^(seeds - 1), seeds]. Repeated, the patterns of fewer seeds
-    are the first columns of the patterns of more seeds."""
+    """Return all patterns with a first sign of +, float64 [2^(seeds - 1), seeds]. The first k columns are the patterns
+    of k seeds, repeated."""
     bits = np.arange(2 ** (seeds - 1))[:, None] >> np.arange(seeds - 1)[None, :] & 1
     return np.concatenate([np.ones((len(bits), 1)), 1.0 - 2.0 * bits], axis=1)
 
@@ -249,7 +249,8 @@ def _outcome(analysis: Analysis, budget: float, margin: float | None) -> Outcome
 
 def _ends(test: SignFlipTest, rows: Ints, sides: Floats, typical: Floats) -> Floats:
     """Return the interval's end on one side (-1 or 1) of the typical difference, float64 [rows]: the outermost
-    difference not excluded, in steps of the scan because p is not monotone; NaN if none is excluded."""
+    difference that the test does not exclude. It is found by a scan in steps, because p is not monotone. NaN if no
+    difference is excluded."""
     low, high = _range(test.patterns.values[rows])
     reach = sides * 3 * (high - low + 0.001)
     start = typical + reach
@@ -271,6 +272,6 @@ def _ends(test: SignFlipTest, rows: Ints, sides: Floats, typical: Floats) -> Flo
         middle = (outer + inner) / 2
         excluded = test.excluded(rows, middle)
         outer, inner = np.where(excluded, middle, outer), np.where(excluded, inner, middle)
-    # Differences below ZERO count as 0, so that equal differences leave an interval of that width.
+    # Differences below ZERO count as 0. Equal differences would therefore have an interval of that width.
     inner = np.where(np.abs(inner - typical) <= 2 * ZERO, typical, inner)
     return np.where(bounded, inner, np.nan)

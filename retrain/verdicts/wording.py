@@ -25,7 +25,7 @@ NAMED_RUNS = 6  # Missing runs listed by name; the rest are only counted
 
 def verdict(condition: ConditionComparison, outcome: Outcome | None, measure: Measure) -> str:
     """Return the verdict on one condition in a few words; an interim or exploratory comparison gets its status instead.
-    ``outcome`` is that of the deciding analysis."""
+    ``outcome``: result of the deciding analysis."""
     pairs, typical = condition.pairs, condition.typical_difference
     if condition.standing == EXPLORATORY:
         return EXPLORATORY
@@ -46,7 +46,6 @@ def verdict(condition: ConditionComparison, outcome: Outcome | None, measure: Me
 
 
 def direction(difference: float, measure: Measure) -> str:
-    """Return "better" or "worse" for a metric whose larger values are better, else "higher" or "lower"."""
     if measure.higher_is_better:
         return "better" if difference > 0 else "worse"
     return "higher" if difference > 0 else "lower"
@@ -61,8 +60,8 @@ def sentence(
     margin: float | None,
     varied: str = "all",
 ) -> str:
-    """Return differences, interval, p, pairs, verdict with its population, what stays open, and the cost, in one
-    sentence. ``varied`` is `[campaign] vary`."""
+    """Return one sentence with differences, interval, p, number of pairs, verdict and its population, qualifications
+    and relative cost. ``varied`` is `[campaign] vary`."""
     start = f"{condition_name(condition.label)} − {condition_name(baseline.label)}: "
     typical, mean = condition.typical_difference, condition.difference
     if typical is None or mean is None:
@@ -121,20 +120,19 @@ def _qualifications(condition: ConditionComparison, baseline: ConditionCompariso
 
 
 def population(measure: Measure, varied: str = "all") -> str:
-    """Return the population that a verdict holds for. p and interval include the spread between seeds, as far as
-    `[campaign] vary` lets them differ, but not the spread between problems."""
+    """Return the population that a verdict holds for. p and interval include the spread of whatever `[campaign] vary`
+    lets differ between seeds, but not the spread between problems."""
     return f"{VARIED[varied]}, these problems" if measure.is_held_out else VARIED[varied]
 
 
 def difference_words(condition: ConditionSummary, measure: Measure) -> str:
-    """Return the typical difference of a condition with its unit and interval; "" where there is none."""
     if condition.typical_difference is None:
         return ""
     return amount(condition.typical_difference, measure, sign=True) + brackets(condition.difference_interval, measure)
 
 
 def new_problems(condition: ConditionComparison, measure: Measure) -> list[float] | None:
-    """Return the interval for new problems; None without one, or if it prints like the interval for these problems."""
+    """Return the interval for new problems; None if there is none, or if the one for these problems prints alike."""
     wider = condition.difference_new_problems
     if wider is None or wider.low is None or wider.high is None:
         return None
@@ -143,12 +141,11 @@ def new_problems(condition: ConditionComparison, measure: Measure) -> list[float
 
 
 def brackets(ends: Sequence[float] | None, measure: Measure, *, sign: bool = True) -> str:
-    """Format an interval, to follow its estimate; "" if there is none. Levels have no ``sign``."""
+    """Format an interval to follow its estimate; "" without an interval. ``sign``: with a sign, for differences."""
     return f" [{', '.join(number(end, measure, sign=sign) for end in ends)}]" if ends else ""
 
 
 def number(value: float, measure: Measure, *, sign: bool = False) -> str:
-    """Format a difference or level: in percent with one decimal for shares, else with three significant digits."""
     return points(value, sign=sign) if measure.is_share else minus(f"{value:{'+' if sign else ''}.3g}")
 
 

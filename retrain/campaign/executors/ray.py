@@ -1,8 +1,8 @@
 """Run workers in a Ray cluster: Ray places an actor for each worker, which starts the worker's process on its node.
 
-The separate process keeps Ray's libraries out of the worker. Ray restarts an actor whose node is lost on another node,
-where it starts another worker. Actors are detached: they outlive a killed controller, and exit when their worker has
-ended.
+The separate process keeps Ray's libraries out of the worker. When a node is lost, Ray restarts its actors on other
+nodes, where they start new workers. Actors are detached: they outlive a killed controller, and exit when their worker
+has ended.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ NAMESPACE = "retrain"  # Prefix of the names of detached actors
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """Arguments of a worker's actor: the ``slot``; the campaign's ``directory`` and its file's ``folder``, relative to
-    the controller's working directory ``cwd``; the directory's ``owner`` (the id in its mark); the ``program`` to
-    start; the worker's ``threads`` and its share of a GPU's ``memory``."""
+    """Arguments of a worker's actor: the ``slot``; the campaign's ``directory`` and the ``folder`` of its TOML file,
+    both relative to the controller's working directory ``cwd``; the ``owner`` of the directory (the id in its mark);
+    the ``program`` to start; the worker's ``threads`` and its share of a GPU's ``memory``."""
 
     slot: int
     directory: str
@@ -58,7 +58,7 @@ class WorkerHost:
         self.copy = os.getcwd()  # Ray's copy of the campaign file's folder on this node
 
     def run(self, request: WorkerRequest) -> str:
-        """Start the worker and wait until it ends; return why it could not be started, or ""."""
+        """Start the worker's process and wait until it ends; return why it could not begin, or ""."""
         ray = ray_module()
         directory, node = Path(request.cwd, request.directory), ray.util.get_node_ip_address()
         if not sees(directory, request.owner):

@@ -26,7 +26,7 @@ LEFT_OUT = [".git", ".venv", "__pycache__", "logs", "build", "*.safetensors", "*
 
 
 def ray_module() -> Any:
-    """Import Ray without usage reports, and so that logs of a lost node are not printed. Raises MissingExtra."""
+    """Import Ray, with usage reports and the printing of a lost node's logs switched off. Raises MissingExtra."""
     if not is_installed("ray"):
         raise missing('[campaign] executor = "ray"', "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -37,7 +37,7 @@ def ray_module() -> Any:
 
 
 def connect(config: Config, folder: Path) -> None:
-    """Connect to the cluster. With ``[ray] ship``, other machines get retrain's code and ``folder``'s files."""
+    """Connect to the cluster. With ``[ray] ship``, other machines get retrain's code and the files in ``folder``."""
     ray, mine = ray_module(), dict(config.ray.runtime_env)
     address = _head_address(config.ray.address)
     _init(address, mine)
@@ -110,7 +110,8 @@ Resources = dict[str, float]
 
 
 def slots_in(nodes: list[Row], config: Config) -> tuple[int, bool]:
-    """Return the number of workers and whether they use GPUs. ``nodes``: from ``ray.nodes()``. Raises UsageError."""
+    """Return the number of workers and whether they use GPUs. ``nodes``: result of ``ray.nodes()``. Raises UsageError
+    if ``gpus_per_cohort`` has no effect because there is no GPU, or if no worker fits on a node."""
     workers, devices = config.campaign.workers, config.backend.devices
     alive: list[Resources] = [node["Resources"] for node in nodes if node["Alive"]]
     gpus = devices == "all" or (devices != "cpu" and any(int(node.get("GPU", 0)) for node in alive))
@@ -152,7 +153,7 @@ def _room(node: Resources, config: Config, gpus: bool) -> int:
 
 
 def _left_by_servers(nodes: list[Resources], config: Config, gpus: bool) -> list[Resources]:
-    """Return the resources that launched servers leave on each node. A server is counted on the node with the most free
+    """Return the resources that launched servers leave on each node, if each server takes the node with the most free
     resources. Raises UsageError if a server fits on no node."""
     free, inference = [dict(node) for node in nodes], config.inference
     on_gpus = config.backend.devices != "cpu" and any(node.get("GPU", 0) for node in nodes)

@@ -1,4 +1,4 @@
-"""Launch the servers of ``[inference] launch`` in a Ray cluster, and restart them on other nodes when theirs is lost.
+"""Launch the servers of ``[inference] launch`` in a Ray cluster, and restart them elsewhere when a node is lost.
 
 An actor runs the server's process on its node, as ``engines.server.launch`` does locally: it checks the server's
 health, restarts it when it dies or hangs, and ends it. The controller polls the actors, replaces lost ones, and sends
@@ -32,8 +32,8 @@ PREFIX = "[inference] launch: "
 
 @dataclass(frozen=True)
 class ServerRequest:
-    """Arguments of a server's actor: the ``name`` of its files, the command and the model in ``config``, the
-    campaign's ``directory`` and its ``owner`` (the id in its mark), and the controller's working directory ``cwd``."""
+    """Arguments of a server's actor: the ``name`` of its files, the ``config`` with command and model, the campaign's
+    ``directory`` and the directory's ``owner`` (the id in its mark), and the controller's working directory ``cwd``."""
 
     name: str
     config: Config
@@ -54,7 +54,7 @@ class ServerHost:
 
     def status(self) -> Row:
         """Return the server's address (``url``), for how many seconds it has answered (``answered_s``), its messages
-        since the last call (``messages``), and why it ``gave_up``, if it has."""
+        since the last call (``messages``), and why it was given up (``gave_up``; "" if it was not)."""
         messages, self.messages = self.messages, []
         if (server := self.server) is None:
             return {"url": "", "answered_s": 0.0, "gave_up": self.fault, "messages": messages}
@@ -122,10 +122,9 @@ class RayFleet:
     def gave_up(self) -> str:
         return self._places[0].gave_up if all(slot.gave_up for slot in self._places) else ""
 
-    def listen(self, on_urls: OnUrls) -> None:
-        """Do nothing: the controller polls ``urls``."""
+    def listen(self, on_urls: OnUrls) -> None: ...  # the controller polls ``urls``
 
-    def hold_restarts(self, held: bool) -> None: ...  # servers of several processes do not sleep
+    def hold_restarts(self, held: bool) -> None: ...  # these servers do not sleep to share a GPU with the trainer
 
     def wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

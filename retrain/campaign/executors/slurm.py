@@ -1,9 +1,9 @@
 """Run workers as tasks of a Slurm job array.
 
 One ``sbatch`` submits all workers, and each claims tasks as soon as Slurm starts it. The script is rendered from
-``slurm.sh.j2``, or from the user's ``[slurm] template``. A requeued worker keeps its slot. A worker that ended after
-its start is submitted again; a worker that never started or was cancelled is not replaced. With ``cluster = "local"``
-the same script runs on this machine.
+``slurm.sh.j2``, or from the user's ``[slurm] template``. A requeued worker keeps its slot. A worker that has started
+and ended while tasks are left is submitted again; a worker that never started or was cancelled is not replaced. With
+``cluster = "local"`` the same script runs on this machine.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ COMMAND_SECONDS = 60.0
 
 @dataclass(eq=False)
 class SlurmTask:
-    """Newest task of a slot. ``job`` is its id in Slurm, ``before`` the number of the slot's newest process at
-    submission, ``process`` the local process with ``cluster = "local"``."""
+    """Newest Slurm task of a slot. ``job``: the task's id in Slurm; ``before``: number of the slot's newest process at
+    submission; ``process``: with ``cluster = "local"``, the process that runs the script."""
 
     job: str
     log: Path

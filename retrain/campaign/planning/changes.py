@@ -1,7 +1,7 @@
 """Compare a continued run with its records; a person approves every difference.
 
-Compared are the resolved configuration, the code of retrain and plug-ins, package versions, the base model's weights
-and tokenizer, the data, device and number format.
+The comparison covers the resolved configuration, the code of retrain and plug-ins, package versions, the base model's
+weights and tokenizer, the data, device and number format.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,8 @@ MISSING = "(not recorded)"
 
 @dataclass
 class Approval:
-    """Approval of differences: accepted beforehand, asked about, or refused. ``ask`` shows lines to the user and
-    returns the answer; None if the user cannot be asked. ``notify`` receives accepted lines."""
+    """Approves or refuses differences. ``accept``: all are approved. Otherwise ``ask`` shows new lines to the user and
+    returns the answer; None if the user cannot be asked. ``notify`` receives every approved line."""
 
     accept: bool = False
     ask: Callable[[list[str]], bool] | None = None
@@ -50,7 +50,7 @@ class Approval:
 
 def version_changes(home: Path, spec: RunSpec, folder: Path) -> list[str]:
     """Return a line for each recorded version (retrain, plug-ins, packages) of a run that differs from the present one.
-    If a run with checkpoints has no record, the only line says so."""
+    If a run with checkpoints has no record, the only line says that the record is lost."""
     facts = intact_config(home)
     if not facts:
         begun = checkpoint_paths(home)
@@ -79,9 +79,9 @@ def settings_changes(
 ) -> tuple[list[str], list[str]]:
     """Return changed settings of existing runs: (lines to approve, lines about additional steps).
 
-    ``old`` are resolved configurations and ``entries`` the manifest's, both by run id. More steps need no approval: the
-    user requested them. Raises UsageError for impossible changes: fewer steps than are done, and changed settings of a
-    finished run that gets no more steps.
+    ``old`` are recorded configurations and ``entries`` the manifest's entries, both by run id. More steps need no
+    approval, because the user requested them. Raises UsageError for impossible changes: fewer steps than are done, and
+    changed settings of a finished run that gets no more steps.
     """
     to_approve, extensions = [], []
     for spec in specs:

@@ -45,8 +45,8 @@ CLAIM = {MARK, LOCK, LEASE}  # Files by which a process claims a directory
 
 
 def fingerprint(spec: RunSpec) -> str:
-    """Return a hash of a run's resolved configuration without keys that only name outputs. Defaults are left out, so
-    that a later release with more keys continues the run."""
+    """Return a hash of a run's resolved configuration without keys that only name outputs. Default values are left
+    out, so that the hash stays the same in a later release with more keys."""
     config = flat(spec.config.model_dump(mode="json", by_alias=True, exclude_defaults=True))
     # Values made by a factory (empty tables and lists) are dumped although they are the default.
     settings = {key: value for key, value in config if defines_run(key) and value not in ({}, [])}
@@ -108,7 +108,7 @@ def store_declaration(
     """Store the declaration in a manifest's content; until a run has begun, a later start may replace it.
 
     ``before`` are the manifest's entries and ``configs`` the planned configurations of the last start, by run id. Keys
-    that older declarations lack are taken from these, not from the present file.
+    that an older declaration lacks are taken from these two, not from the present file.
     """
     if has_begun(before):
         planned = declaration(specs).to_row()
@@ -119,7 +119,7 @@ def store_declaration(
 
 
 def _planned(before: Sequence[RunEntry], configs: Mapping[str, Values]) -> Row:
-    """Return the declaration of an earlier start; keys that did not exist then have their defaults."""
+    """Return the declaration of the last start; keys that its release did not have get their defaults."""
     defaults = CampaignSection(sequential="off")  # the oldest records have no interim analysis
     campaign = next((config.get("campaign") or {} for config in configs.values()), {})
     steps = {entry.label: entry.max_steps for entry in before if entry.max_steps}
@@ -148,7 +148,7 @@ class Manifest:
         # Guards entries and their JSON texts, which callers change while the writing thread joins them
         self._lock = threading.Lock()
         self._run_texts: dict[str, str] = {}
-        # Runs whose JSON text is older than their entry. The next write updates it: callers should not wait for that
+        # Runs whose JSON text is older than their entry. The writing thread renews it, so that callers need not wait
         self._changed = set(self._by_id)
         self._fact_texts = {key: _fact_text(key, value) for key, value in content.items() if key != "runs"}
         self._waits = False
@@ -166,9 +166,9 @@ class Manifest:
     ) -> Manifest:
         """Create the directory's manifest, or continue the existing one. ``guard`` is called before each write.
 
-        Adds new runs of an extended plan; drops unplanned runs as long as no run has begun. Known runs get the plan's
-        max_steps and fingerprint; the caller has had the changes approved. A finished run with more steps becomes
-        pending again, and the campaign's CONCLUSIONS are dropped.
+        Adds new runs of an extended plan; if no run has begun, drops recorded runs that the plan lacks. Known runs get
+        the plan's max_steps and fingerprint: the caller must have had changes approved. A finished run with more steps
+        becomes pending again, and the campaign's CONCLUSIONS are dropped.
         """
         path = directory / MANIFEST
         new = CampaignManifest(format=1, name=name, created=time.time(), runs=[])
@@ -218,7 +218,8 @@ class Manifest:
         self._change(run_id, {"step": step})
 
     def seal(self, run_id: str, label: str, seal: Values) -> None:
-        """Store the seal of a run's evaluations (empty: remove it). A condition's first seal declares its problems."""
+        """Store the seal of a run's evaluations (empty: remove the seal). A condition's first seal also declares which
+        problems the condition is evaluated on."""
         self._change(run_id, {"seal": dict(seal)} if seal else {}, () if seal else ("seal",))
         declared = self.content.get("declared") or {}
         data = declared.get("data") or {}
@@ -234,12 +235,11 @@ class Manifest:
         return self.content.get("registry", OFF) != OFF
 
     def declare(self, data: str) -> None:
-        """Add the declaration to the registry, if it is in use and lacks it. ``data`` is the hash of the problems."""
+        """Add the declaration to the registry, unless it is off or already has it. ``data``: hash of the problems."""
         if self.content.get("registry") == ON:
             self.note(registry=self.registry.declare(self.content["declared"], data))
 
     def update(self, run_id: str, without: Sequence[str] = (), **changes: object) -> None:
-        """Change a run's entry, drop its keys ``without``, and schedule a write."""
         self._change(run_id, changes, without)
         self._write_facts({})
 
@@ -319,7 +319,7 @@ class CampaignObserver(NullObserver):
         entry = self.manifest.run(spec.run_id)
         if status == "failed":
             changes["log"] = str(Path(entry.path) / LOG)
-        if status == "done" and self.manifest.is_registered:  # first: after a kill it is repeated
+        if status == "done" and self.manifest.is_registered:  # before the update: repeated after a kill
             self.manifest.registry.finish(entry, self.manifest.content["declared"])
         self.manifest.update(spec.run_id, without=["worker"], **changes)
         self.observer.run_finished(spec, status, message)
@@ -407,10 +407,11 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
 
 @contextmanager
 def restored_when_refused(directory: Path, specs: Sequence[RunSpec]) -> Iterator[None]:
-    """Restore the records in ``directory`` if the command is refused before any of its runs has begun.
+    """Restore the records in ``directory`` if the block ends with a refusal before any of the runs has begun.
 
-    Workers need the plan on disk, and some faults are found only after model, data and checkpoints are loaded. A
-    refusal is an error with exit status 2; a run has begun when its ``run.log`` has changed.
+    Records are written before that is known: workers need the plan on disk, and some faults are found only after
+    model, data and checkpoints are loaded. A refusal is an error with exit status 2, or a PermissionError. A run has
+    begun when its ``run.log`` has changed.
     """
     before = {name: _content(directory / name) for name in RECORDS}
     is_new = not (directory / MARK).exists()

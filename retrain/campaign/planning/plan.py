@@ -30,7 +30,7 @@ CPU_LANES, GPU_LANES = 10, 8
 
 @dataclass(frozen=True)
 class Plan:
-    """Resolved file, or ``plan.json`` of a directory: the runs and their directories.
+    """The resolved runs of a file, or of the ``plan.json`` in a directory, and where they are recorded.
 
     ``directory`` receives the records; ``folder`` contains the TOML file and is the first base of relative paths.
     ``source`` is the loaded file, None for a plan from ``plan.json``; ``sets`` are the applied ``section.key=value``
@@ -58,7 +58,6 @@ class Plan:
         return cls(plan(loaded), directory, loaded.path.parent, name, loaded, registry=registry)
 
     def job(self, specs: Sequence[RunSpec], **how: Any) -> CohortJob:
-        """Return the job that trains these runs; ``how`` sets optional fields of ``CohortJob``."""
         return CohortJob(self.directory, self.folder, specs, self.longest, **how)
 
 
@@ -100,7 +99,7 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
         return parse_dict(data)
     run_id = f"{label}_s{seed}"
     name = logging["wandb_run_name"] or run_id
-    logging["wandb_run_name"] = name if name.endswith(run_id) else f"{name}_{run_id}"  # the same if planned again
+    logging["wandb_run_name"] = name if name.endswith(run_id) else f"{name}_{run_id}"  # a recorded name already ends so
     logging["wandb_group"] = logging["wandb_group"] or label
     own_tags = [label, f"seed{seed}"]
     logging["wandb_tags"] = own_tags + [tag for tag in logging["wandb_tags"] if tag not in own_tags]
@@ -108,7 +107,7 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
 
 
 def cohorts(specs: Sequence[RunSpec], lanes: int, across_seeds: bool = True) -> list[list[RunSpec]]:
-    """Group consecutive runs of equal ``base_key`` by at most ``lanes``, of several seeds only if ``across_seeds``."""
+    """Group consecutive runs of equal ``base_key``: at most ``lanes`` runs, and of one seed unless ``across_seeds``."""
     groups: list[list[RunSpec]] = []
     for spec in specs:
         last = groups[-1] if groups else []
@@ -127,7 +126,6 @@ def base_key(spec: RunSpec) -> str:
 
 
 def is_unfinished(entry: RunEntry, spec: RunSpec) -> bool:
-    """Return whether a recorded run is not done, or is done with fewer steps than the plan has."""
     return entry.state != "done" or entry.step < spec.config.training.max_steps
 
 
@@ -139,9 +137,9 @@ def seeds_before_interim(specs: Sequence[RunSpec]) -> list[int]:
 
 
 def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
-    """Return the number of lanes of a cohort. ``auto`` takes all conditions of a seed, so that paired runs share
-    batches, and spreads the seeds over the slots; with fewer seeds than slots, a cohort may have only some of a seed's
-    conditions. The limit is GPU_LANES or CPU_LANES."""
+    """Return the number of lanes of a cohort. With ``lanes = "auto"``, a cohort takes all conditions of a seed, so that
+    paired runs share batches, and the seeds are spread over the ``slots`` workers; with fewer seeds than slots, a
+    cohort may have only some of a seed's conditions. The limit is GPU_LANES or CPU_LANES."""
     configured, conditions = specs[0].config.campaign.lanes, len({spec.label for spec in specs})
     if configured != "auto":
         return int(configured)
@@ -154,9 +152,9 @@ def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
 
 
 def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list[list[RunSpec]]:
-    """Split a cohort into parts of at most ``fitting`` runs: whole seeds if a seed fits, so that paired runs share
-    batches. ``reason``: why no more runs fit, for the error. Raises UsageError if the file fixes the number of lanes,
-    or if no run fits."""
+    """Split a cohort into parts of at most ``fitting`` runs. If all runs of a seed fit, they stay together, so that
+    paired runs share batches. ``reason``: why no more runs fit, for the error. Raises UsageError if the file fixes the
+    number of lanes, or if no run fits."""
     configured = group[0].config.campaign.lanes
     if fitting < 1:
         raise UsageError(f"{reason}; lower [model] lora_rank or [training] max_tokens, or take a smaller model")

@@ -121,7 +121,6 @@ def _source_packages(config: Config, folder: Path) -> Iterator[tuple[str, str, s
 
 
 def require_packages(configs: Iterable[Config], folder: Path) -> None:
-    """Raise MissingExtra for the first package that a run needs and that is not installed."""
     for config in configs:
         for key, value, module in absent_packages(config, folder):
             section, _, name = key.partition(".")
@@ -129,8 +128,8 @@ def require_packages(configs: Iterable[Config], folder: Path) -> None:
 
 
 def _model_problems(loaded: LoadedConfig, config: Config) -> Iterator[ConfigProblem]:
-    """Yield faults of the model's files, of which only names, sizes and headers are read; if there are none, unknown
-    target modules, and completion lengths and ranks that are too large for the model."""
+    """Yield faults of the model's files, of which only names, sizes and headers are read. If the files have no fault,
+    yield unknown target modules, and completion lengths and LoRA ranks that are too large for the model."""
     model = config.model
     if config.backend.backend != "local":
         return
@@ -183,8 +182,8 @@ CustomRewards = Mapping[str, CustomCode]  # Keyed by `_code_of(grader)`
 
 
 def custom_rewards(plan: Plan) -> CustomRewards:
-    """Load every custom reward of a plan once, and return its columns or its fault. Loads in a worker process, as
-    training does: the user's module is never imported here."""
+    """Load every custom reward of a plan once, and return the columns or the fault of each. As in training, a worker
+    process loads the user's module: it is never imported into this process."""
     codes: dict[str, CustomCode] = {}
     for table, part in (each for spec in plan.specs for each in spec.config.graders):
         module, functions = part.custom_module, part.custom_function
@@ -207,9 +206,9 @@ def _code_of(part: GraderKeys) -> str:
 def data_problems(
     plan: Plan, loaded: LoadedConfig, rewards: CustomRewards = MappingProxyType({})
 ) -> list[ConfigProblem]:
-    """Return the faults of environments and data sets, and the columns that ``rewards`` need and the data lack. Reads
-    files and directories, and measures prompts if the model's tokenizer is local. Functions and hub data sets are read
-    only when training starts."""
+    """Return the faults of environments and data sets, and the columns that ``rewards`` need and the data lack. Files
+    and directories are read, and prompts are measured if the model's tokenizer is local. Functions and hub data sets
+    are read only when training starts."""
     problems: dict[str, ConfigProblem | None] = {}
     for config in (spec.config for spec in plan.specs):
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
@@ -362,7 +361,7 @@ def _location(loaded: LoadedConfig, key: str, value: object) -> str:
 def check_places(directory: Path, specs: Sequence[RunSpec]) -> None:
     """Raise NotOurs if training these runs in ``directory`` would overwrite others' files.
 
-    Checks the directory and those of its runs, future checkpoints and adapters, [backend] adapter_path and [squeeze]
+    Checks the directory, its runs' directories, future checkpoints and adapters, [backend] adapter_path and [squeeze]
     output_path. Raises UsageError for links and for a damaged manifest.
     """
     check_claim(directory)
@@ -405,8 +404,8 @@ def _check_adapters(folder: Path, spec: RunSpec, owner: Owner) -> None:
 
 
 def _check_squeezed(specs: Sequence[RunSpec], owner: Owner, made: bool) -> None:
-    """Raise NotOurs unless at least one run may write its compressed adapter to ``[squeeze] output_path``; the first
-    run that ends will. ``made``: the campaign already has it, nothing is checked."""
+    """Raise NotOurs unless at least one run may write its compressed adapter to ``[squeeze] output_path``: it is not
+    yet known which run will. ``made``: the campaign has its compressed adapter already, and nothing is checked."""
     settings, advice = specs[0].config.squeeze, "set [squeeze] output_path to another directory"
     if not settings.enabled or made or not settings.output_path:
         return

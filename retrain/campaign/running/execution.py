@@ -51,7 +51,8 @@ def train(job: CohortJob, observer: Observer, stop: Callable[[], bool], bases: B
 
 
 def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
-    """Train the runs of a cohort to their end. Raises errors of storage, lease, server or device, which fail no run."""
+    """Train the runs of a cohort to their end. Errors of storage, lease, server or device are raised and fail no run;
+    other errors fail all active runs."""
     try:
         with closing(cohort.train()) as pauses:
             for _ in pauses:
@@ -60,7 +61,7 @@ def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) 
         return JobEnded(status="stopped", reason=str(end))
     except (StorageError, LeaseLost):
         raise
-    except ServerFailed as error:  # they can continue once a server answers
+    except ServerFailed as error:  # the runs can continue once a server answers
         for run in cohort.runs:
             if run.active:
                 run.recorder.record_server(run.step, str(error), "error")
@@ -92,7 +93,7 @@ def squeeze(job: SqueezeJob, observer: Observer, bases: Bases, guard: Guard) -> 
     analyse = partial(squeeze_after_run, job.directory, job.subfolder, spec, evaluate, warn)
     try:
         if bases.ranks is not None:
-            bases.load(spec.config)  # all ranks are computing
+            bases.load(spec.config)  # on all ranks: loading compares the ranks' weights
         analysis = bases.from_first("squeeze analysis", analyse)
         observer.note({"squeeze": analysis} if job.subfolder == "squeeze" else {"squeezes": {spec.label: analysis}})
     except RetrainError as error:

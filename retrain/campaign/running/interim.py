@@ -21,8 +21,8 @@ from retrain.verdicts.rule import interim_analysis, interim_seeds
 
 
 class InterimMonitor:
-    """Analyses one campaign when the runs of its first ``seeds`` have ended. ``specs`` are all runs in order. Uses the
-    declaration in the manifest: later changes of the file have no effect."""
+    """Makes the interim analysis of a campaign when the runs of its first ``seeds`` have ended. ``specs`` are all runs
+    in order. The declaration in the manifest counts: later changes of the file have no effect."""
 
     def __init__(self, manifest: Manifest, specs: Sequence[RunSpec], seeds: list[int], observer: Observer):
         self.manifest, self.specs, self.seeds, self.observer = manifest, specs, seeds, observer
@@ -35,8 +35,8 @@ class InterimMonitor:
         return cls(manifest, specs, seeds, observer) if seeds else None
 
     def update(self, under_way: Container[str] = ()) -> set[str]:
-        """Analyse if due, record the result, and stop decided conditions. Returns the unneeded runs that are
-        ``under_way``, which are not marked as stopped."""
+        """Make the analysis if it is due, record it, and mark later runs of decided conditions as stopped. Unneeded
+        runs that are ``under_way`` are returned instead of marked."""
         row = self.manifest.content.get("interim")
         record = InterimAnalysis.from_row(row) if row else self._analyse()
         return self._stop(record, under_way) if record is not None and record.decided else set()
@@ -79,7 +79,6 @@ class InterimMonitor:
         return math.nan if value is None else value
 
     def _stop(self, record: InterimAnalysis, under_way: Container[str]) -> set[str]:
-        """Mark unneeded runs of later seeds as stopped; return those that are under way instead of marking them."""
         unwanted = set[str]()
         are_all_decided = len(record.decided) == len(record.differences)
         planned = len(self.manifest.declared.seeds)

@@ -1,6 +1,6 @@
 """Run the jobs of a campaign: in this process, one after another over one base model, or through an executor.
 
-The controller passes ``WorkItem`` in the order in which it should begin, and decides after each job what follows.
+The controller passes work items in the order in which they should begin, and decides after each job what follows.
 ``Scheduler`` knows only the names of runs, and never has two active jobs with the same run.
 """
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class InProcess:
-    """Runs jobs in this process. The base model stays in memory between them, until ``close``.
+    """Runs jobs in this process. The base model stays in memory between jobs, until ``close``.
 
-    ``team`` are the other ranks' processes, ``servers`` the inference servers that another process has launched. A rank
-    other than 0 passes ``bases``, which it has loaded already.
+    ``team`` are the other ranks' processes, ``servers`` the inference servers that another process has launched. On a
+    rank other than 0, ``bases`` has the connection to the other ranks.
     """
 
     slots = 1
@@ -87,8 +87,7 @@ class InProcessRunner:
         self._job = job
         return self
 
-    def stop(self) -> None:
-        """Do nothing: no job is running when this is called."""
+    def stop(self) -> None: ...  # no job is running when this is called
 
     def events(self) -> Generator[Event, None, None]:
         while self._job is not None:
@@ -104,7 +103,7 @@ class WorkItem(Protocol):
 
     @property
     def trains(self) -> bool:
-        """True if its jobs train. After a request to stop, only items that do not train begin."""
+        """True if the item's jobs train. After a request to stop, only items that do not train begin."""
         ...
 
     def job(self) -> Job | None: ...
@@ -114,12 +113,12 @@ class WorkItem(Protocol):
 
 
 class Scheduler:
-    """Keeps an executor busy with work items.
+    """Submits the jobs of work items to an executor as it has room for them.
 
     ``on_event`` is called with every event. ``after`` is called with each item whose job has ended and is not
     restarted, and returns the items that follow. ``stopping`` is called at every event and returns whether to end after
-    the current steps. ``max_restarts`` limits how often the job of one item may die. ``room``: number of jobs submitted
-    at a time, by default the executor's slots.
+    the current steps. ``max_restarts`` limits how often a dead job of one item is restarted. ``room``: number of jobs
+    submitted at a time, by default the executor's slots.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class Scheduler:
     ):
         self.executor, self.on_event, self.after, self.stopping = executor, on_event, after, stopping
         self.max_restarts, self.room = max_restarts, room or executor.slots
-        self.lost_steps = False  # Whether a job died after all were asked to stop: not everything has been saved
+        self.lost_steps = False  # Whether a job died after a request to stop, so that not everything has been saved
         self._waiting: deque[WorkItem] = deque()
         self._under_way: dict[str, tuple[WorkItem, Handle]] = {}
         self._busy = set[str]()
@@ -142,7 +141,7 @@ class Scheduler:
 
     @property
     def names_under_way(self) -> Set[str]:
-        """Runs of all active jobs: a live set, which changes as jobs begin and end."""
+        """Names of the runs of all active jobs, as a live set: it changes as jobs begin and end."""
         return self._busy
 
     def stop_where(self, unwanted: Callable[[frozenset[str]], bool]) -> None:
@@ -191,7 +190,7 @@ class Scheduler:
             return []
 
     def _again(self, item: WorkItem, reason: str) -> Iterable[WorkItem]:
-        """Return a dead job's item to restart it; after too many deaths give up and return the items that follow."""
+        """Return the item of a dead job, to restart it; after too many deaths, give it up and return what follows."""
         if self.stopping():
             self.lost_steps = True
             return [item]

@@ -24,8 +24,8 @@ PROGRAM = ("-m", "retrain.campaign.worker")
 
 @dataclass(frozen=True)
 class SqueezeJob:
-    """Analyse and compress the adapter of one finished run in ``subfolder`` of the campaign's directory. Sends the
-    result as Facts: under ``squeeze`` if ``subfolder`` has that name, else under ``squeezes`` by the run's label."""
+    """Job that analyses and compresses the adapter of one finished run, in ``subfolder`` of the campaign's directory.
+    Its result is sent as Facts: under ``squeeze`` if ``subfolder`` has that name, else under ``squeezes`` by label."""
 
     directory: Path
     folder: Path
@@ -39,8 +39,7 @@ Job = CohortJob | SqueezeJob
 
 @dataclass(frozen=True)
 class JobStarted:
-    """A worker has taken the job. ``worker``: its name in messages; ``runs``: the runs it trains. Sent only by
-    executors with several workers."""
+    """A worker has claimed the job. ``worker``: the worker's name in messages; ``runs``: the runs that it trains."""
 
     job: str
     worker: str
@@ -49,7 +48,7 @@ class JobStarted:
 
 @dataclass(frozen=True)
 class Tick:
-    """Sent while no other event comes, so that the receiver can check a clock, a lease, or a stop request."""
+    """Event that is sent while there is no other, so that the receiver can check a clock, a lease or a stop request."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class JobEnded:
     """Last event of a job. ``status``: "done" (each run has ended), "stopped" (as requested, all saved), "too_large"
     (only ``lanes`` of the runs fit into memory together), "changed" (``changes`` from the runs' records were not
     accepted) or "died" (the process is gone; its runs are at their last checkpoints). With "too_large" and "changed"
-    nothing was trained. ``reason`` is for a person."""
+    nothing was trained. ``reason``: text for messages."""
 
     job: str = ""
     status: Literal["done", "stopped", "too_large", "changed", "died"] = "done"
@@ -173,8 +172,8 @@ class JobRunner(Protocol):
 
 @dataclass(frozen=True)
 class WorkerDevice:
-    """Device of a worker. ``device`` is "cpu" or GPUs such as "gpu:1" and "gpu:2,3"; ``visible`` is the value of
-    ``CUDA_VISIBLE_DEVICES``; ``threads`` is its number of cores, ``memory`` its share of the device's memory."""
+    """Device of a worker. ``device`` is "cpu" or GPUs such as "gpu:1" and "gpu:2,3"; ``visible``: the value of
+    ``CUDA_VISIBLE_DEVICES``; ``threads``: the worker's CPU cores; ``memory``: its share of the device's memory."""
 
     device: str
     threads: int
@@ -200,8 +199,8 @@ def command_of(program: Sequence[str], directory: Path, slot: int | str, device:
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """End of a worker's process. ``reason`` completes "worker 1 …". ``excused``: it was preempted or lost its machine,
-    so that its task does not count as a failure. ``final``: the slot gets no other worker."""
+    """End of a worker's process. ``reason`` completes "worker 1 …". ``excused``: the worker was preempted, lost its
+    machine or ended in order, so that its task does not count as failed. ``final``: the slot gets no other worker."""
 
     reason: str
     excused: bool = False
@@ -226,7 +225,7 @@ class Executor(Protocol):
         ...
 
     def notes(self) -> Iterable[Message]:
-        """Return messages for the user, each once."""
+        """Return messages for the user that earlier calls did not return."""
         ...
 
     def kill(self, slot: int) -> None:
@@ -252,7 +251,7 @@ def job_from_json(content: Values) -> Job:
     return CohortJob(**fields) if content["kind"] == "CohortJob" else SqueezeJob(**fields)
 
 
-# Workers that an earlier version started may still be training; they give two events other names
+# Workers that an earlier version started may still be training, and that version had other names for two events
 _EVENTS = {"Sealed": SealChanged, "Evaluated": EvaluationDone} | {event.__name__: event for event in get_args(Event)}
 
 

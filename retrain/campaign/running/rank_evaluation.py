@@ -1,4 +1,4 @@
-"""Evaluate adapters of several ranks on a run's held-out problems."""
+"""Evaluate adapters of several LoRA ranks on a run's held-out problems."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,9 +29,9 @@ def evaluate_ranks(
 ) -> RankMarks:
     """Evaluate the adapters in ``paths``, the run's own first, on the run's decisive held-out set.
 
-    ``longest`` are the longest completions of the plan's runs, which decide which problems fit the context. ``bases``
-    has the base in memory, or loads it. Inference servers write to ``directory``. Raises RetrainError when model, data
-    or grader cannot be used.
+    ``longest`` are the longest completions of the plan's runs, which decide which prompts fit the context. ``bases``
+    has the base in memory, or loads it. Inference servers write their logs to ``directory``. Raises RetrainError when
+    model, data or grader cannot be used.
     """
     held_out = spec.config.decisive
     assert held_out is not None  # checked by `verify_ranks`
@@ -61,7 +61,7 @@ def evaluate_ranks(
             adapter = lanes.new_adapter(ranks[-1], next(iter(stored.scales.values())) * ranks[-1])
             adapter.load(stored.tensors)
             engine.publish(ref := PolicyRef(f"rank {ranks[-1]}", 0), LocalSnapshot(adapter.frozen()))
-            # The streams of the run's final evaluation: common random numbers with it.
+            # The random streams of the run's final evaluation, so that all adapters have common random numbers.
             subject = EvaluatedPolicy(ref, {held_out.name: environment}, stream, config.training.max_steps)
             (record,) = evaluator.evaluate(held_out, [subject])
             engine.forget()
@@ -73,8 +73,8 @@ def evaluate_ranks(
 
 
 def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Sequence[Problem]) -> np.ndarray | None:
-    """Return correctness (0 or 1) [problems, samples] in the run's final evaluation; None if it was of another adapter,
-    other problems or other sampling."""
+    """Return correctness (0 or 1) [problems, samples] in the run's final evaluation; None if that evaluation had
+    another adapter, other problems or other sampling settings."""
     steps = config.training.max_steps
     facts = read_config(adapter.parent) if adapter.name == FINAL else {}
     if facts.get("heldout_hashes", {}).get(held_out.name) != content_hash((), problems):

@@ -1,4 +1,4 @@
-"""Run the jobs of rank 0 on another rank at the same time, until rank 0 ends."""
+"""Run the same jobs as rank 0, at the same time, on another rank, until rank 0 ends."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def follow_torchrun() -> int:
 
 
 def follow_started(rank: int, count: int, port: int) -> None:
-    """Run as a rank that rank 0 has started, and end this process."""
+    """Run this process as a rank that rank 0 has started; does not return."""
     parent = os.getppid()
     store = TCPStore(HOST, port, None, False)
     store.set(f"rank {rank}", "here")
@@ -35,7 +35,7 @@ def follow_started(rank: int, count: int, port: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    # Rank 0 may end unnoticed, as while this rank waits for a GPU
+    # While this rank waits for its GPU, it does not notice by itself that rank 0 has ended
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)
     time.sleep(STUCK_SECONDS)
@@ -58,7 +58,7 @@ def _follow(rank: int, count: int, sharing: int, store: TCPStore | None = None) 
                 process.do(_on_device(job, devices[rank]), NullObserver(), lambda: False)
             except DeviceLost:
                 raise
-            except Exception as error:  # also raised on rank 0, which decides what follows; without it the ranks part
+            except Exception as error:  # rank 0 gets it too and decides what follows; if not, the next exchange fails
                 ranks.note = f" after {failure_text(error)}"
     except RanksEnded:
         return 0

@@ -4,7 +4,7 @@ The files are in ``workers/`` of the campaign's directory:
 
     tasks/<task>.todo               job as JSON; written by the controller
     tasks/<task>.<worker>.claimed   the same file, renamed by a worker; the controller removes it when the job has ended
-    tasks/<task>.stop               the job is to end after its step, saved
+    tasks/<task>.stop               request to save and end the job after its step
     tasks/closed                    there will be no further task
     servers.jsonl                   addresses and messages of launched servers
     worker_<slot>/events_<k>.jsonl  events of the slot's k-th process
@@ -39,8 +39,8 @@ class Tasks:
         return cls(directory / WORKERS / "tasks")
 
     def open(self) -> int:
-        """Prepare the folder for a new controller: withdraw waiting tasks. Return the highest task number used, without
-        the first digit, which is the task's priority."""
+        """Prepare the folder for a new controller: withdraw waiting tasks. Return the highest task number so far. A
+        task's name is its priority, one digit, followed by its number."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "closed").unlink(missing_ok=True)

@@ -35,7 +35,7 @@ BOOT = (
 HOST = "127.0.0.1"
 JOIN_SECONDS = 600.0  # Seconds that started ranks may take to connect; they import torch first
 PATIENCE_SECONDS = 10.0  # Seconds that ranks may take to end before they are killed
-DEATH_SECONDS = 2.0  # Seconds between a lost connection and the end of its process
+DEATH_SECONDS = 2.0  # Seconds within which a process ends after its connection was lost
 WATCH_SECONDS = 0.5
 STUCK_SECONDS = 20.0  # Seconds after a rank's death within which this process must notice it by itself
 
@@ -48,7 +48,7 @@ class Team:
         self._ranks: RankGroup | None = None
         self._store: TCPStore | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._before: tuple[int, float] | None = None  # Threads and memory share of this process alone
+        self._before: tuple[int, float] | None = None  # Threads and memory share of this process without other ranks
         self._closed = threading.Event()
         self._places: list[str] = []
 
@@ -66,11 +66,11 @@ class Team:
             ranks.from_first("next job", lambda: (job, self._places))
 
     def close(self) -> None:
-        """Stop the ranks, and let this process use the whole machine again."""
+        """Stop the ranks, and restore this process's number of threads and share of memory."""
         self._closed.set()
         ranks, count = self._ranks, int(os.environ["WORLD_SIZE"]) if self.under_torchrun else 1
         if ranks is None and count > 1:
-            ranks = joined(0, count, "cpu")  # they wait for a message that no job is left
+            ranks = joined(0, count, "cpu")  # the other ranks wait for the message that no job is left
         if ranks is not None:
             ranks.end()
             ranks.leave()
@@ -149,7 +149,7 @@ class Team:
         return store
 
     def _blame(self) -> str:
-        """Return a text about the rank that ended first, whose end the others follow; "" if none has ended."""
+        """Return a text about the rank whose end made the other ranks end; "" if none has ended."""
         deadline = time.monotonic() + DEATH_SECONDS
         while True:
             ends = {rank: status for rank, process in self._processes.items() if (status := process.poll()) is not None}
@@ -161,7 +161,7 @@ class Team:
         return "" if rank is None else f"rank {rank} (process {self._processes[rank].pid}) {end_words(ends[rank])}"
 
     def _watch(self, ranks: RankGroup) -> None:
-        # While it waits for a GPU, this process does not notice that a rank is dead
+        # While this process waits for its GPU, it does not notice by itself that another rank is dead
         while not self._closed.wait(WATCH_SECONDS):
             if any(process.poll() is not None for process in self._processes.values()):
                 if not self._closed.wait(STUCK_SECONDS) and not ranks.is_lost:
@@ -182,7 +182,7 @@ class Team:
 def joined(
     rank: int, count: int, device: str, store: TCPStore | None = None, blame: Callable[[], str] = str
 ) -> RankGroup:
-    """Return the connection of this rank once all ranks have connected; ``device`` is rank 0's device type."""
+    """Connect this rank, once all ranks are there. ``device``: type of rank 0's devices; other ranks receive it."""
     from retrain.ranks import RankGroup
 
     ranks = RankGroup(rank, count, store, blame)

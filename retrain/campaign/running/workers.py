@@ -61,8 +61,8 @@ class JobHandle:
 @dataclass(eq=False)
 class WorkerSlot:
     """A slot, which runs one worker at a time. ``is_occupied``: a worker was started and has not ended. ``process``:
-    number of the slot's newest known process. ``reported_end``: the end that the worker's events report. ``fault``:
-    text of the error that ends the worker."""
+    number of the slot's newest known process. ``reported_end``: how the worker ended, by its events. ``fault``: text of
+    the error that ends the worker."""
 
     number: int
     home: Path
@@ -107,8 +107,8 @@ class WorkerSlot:
 
 
 class ServerNews:
-    """Starts the servers of a campaign's ``directory`` and sends their addresses to the workers. ``launch`` starts the
-    servers; None if the campaign launches none."""
+    """Calls ``launch`` to start a campaign's servers, and sends their addresses to the workers by a file in
+    ``directory``. ``launch`` is None if the campaign launches no servers."""
 
     def __init__(self, directory: Path, launch: Callable[[Notify], Fleet] | None):
         self.path, self.launch = directory / WORKERS / SERVER_NEWS, launch
@@ -176,8 +176,8 @@ class CampaignWorkers:
         return handle
 
     def events(self) -> Generator[Event, None, None]:
-        """Yield events as ``JobRunner`` requires. After an error that is not a run's own, the other workers finish
-        their step and save before it is raised."""
+        """Yield events as ``JobRunner`` requires. An error that would end every worker is raised only after the other
+        workers have finished their step and saved."""
         try:
             for name in self._adoptable:  # this controller has no job for them
                 self.tasks.stop(name)
@@ -215,7 +215,7 @@ class CampaignWorkers:
             for slot in running:
                 self._kill(slot)
         with closing(self.executor):
-            self.servers.close()  # by way of the cluster from which the executor disconnects
+            self.servers.close()  # first, because servers in a cluster are closed through the executor's connection
         for slot in self._slots.values():
             for path in slot.home.glob("events_*.jsonl"):
                 path.unlink(missing_ok=True)
@@ -262,7 +262,7 @@ class CampaignWorkers:
                 yield JobEnded(name, "stopped")
 
     def _poll(self, slot: WorkerSlot) -> Iterator[Event]:
-        # Both are read before the events: a worker that has ended writes no more of them.
+        # Both are read before the events: if they show that the worker has ended, the events are complete.
         exit_report = self.executor.look(slot.number) if slot.is_occupied else None
         process = newest(slot.home)
         if slot.events is None and process > slot.process:
@@ -312,7 +312,7 @@ class CampaignWorkers:
             raise WorkersLost(f"no worker is left: {reason}")
 
     def _handle_fault(self, slot: WorkerSlot, name: str, fault: WorkerFault) -> None:
-        """End the campaign after a fault that every worker would have; after a lost device, a new worker continues."""
+        """Stop all jobs after a fault that every worker would have; after a lost device, a new worker continues."""
         kind = getattr(retrain.errors, fault.error, RetrainError)
         if issubclass(kind, DeviceLost):
             slot.fault = fault.text
@@ -365,8 +365,8 @@ def has_living_worker(home: Path) -> bool:
 
 
 def can_adopt_workers(plan: Plan) -> bool:
-    """Return whether living workers may continue: all their runs are in this plan with the same settings. If not, ask
-    them to finish their step, save and end. False without living workers."""
+    """Return whether living workers may continue: all their runs are in this plan with the same settings. If not, they
+    are requested to finish their step, save and end. False without living workers."""
     directory, tasks = plan.directory, Tasks.of(plan.directory)
     homes = [home for home in (directory / WORKERS).glob("worker_*/") if has_living_worker(home)]
     if not homes:
