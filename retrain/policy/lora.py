@@ -143,7 +143,8 @@ class Adapter(LoraWeights):
 
 
 class LaneMode(threading.local):
-    """The adapter, or the stack of adapters, that the wrapped layers add in this thread. Both None: the base alone."""
+    """What the wrapped layers add in this thread: ``adapter``, or the stack of adapters ``stacks``, or nothing if both
+    are None."""
 
     adapter: LoraWeights | None = None
     dropout: float = 0.0
@@ -219,7 +220,7 @@ class Lanes:
         return Adapter(self.shapes, rank, alpha, self.base.device)
 
     def single(self, adapter: LoraWeights, dropout: float = 0.0) -> AbstractContextManager[None]:
-        """Apply ``adapter`` to all rows; gradients reach it if it has parameters."""
+        """Apply ``adapter`` to all rows. An ``Adapter`` receives gradients, a frozen copy does not."""
         return thread_values(self.mode, adapter=adapter, dropout=dropout)
 
     def stack(self, adapters: Sequence[LoraWeights]) -> Stacks:
