@@ -76,7 +76,7 @@ def fit_usl(loads: Sequence[float], throughputs: Sequence[float]) -> UslFit:
 @dataclass(frozen=True)
 class PressureLimits:
     """Limits of the controller. The target load is ``throttle_margin``·n*; a load is increased only below
-    ``increase_margin``·target. A peak of 0 is unknown: there is no roofline then."""
+    ``increase_margin``·target. A peak rate of 0 means that it is unknown, so that no roofline is computed."""
 
     min_load: int = 1
     max_load: int = 64
@@ -197,7 +197,7 @@ def _move_to_peak(
 
 
 def _unmeasured(loads: Sequence[float], load: int, limits: PressureLimits) -> int:
-    """Return the first load not yet measured of twice, half, a quarter … of ``load``, or twice if all were."""
+    """Return the first of 2, 1/2, 1/4, … times ``load`` that was not measured yet; twice ``load`` if all were."""
     candidates = [min(2 * load, limits.max_load)]
     while load // 2 >= limits.min_load and load > 1:
         load //= 2

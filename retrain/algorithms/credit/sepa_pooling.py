@@ -1,9 +1,8 @@
-"""SEPA, selective entropy pooling with annealing: uncertainties of execution tokens (all but planning tokens) move to
-their completion's mean.
+"""SEPA, selective entropy pooling with annealing: the uncertainties of execution tokens (all but planning tokens) move
+towards the mean of their completion.
 
-Order within a step: λ follows from earlier batches (``SepaState.pooling``); then the batch is observed
-(``SepaState.after``). A batch that reaches the gate therefore opens it for the next step, where the ramp's clock starts
-at 0.
+λ of a step follows from earlier batches (``SepaState.pooling``); only then is the step's batch observed
+(``SepaState.after``). A batch that reaches the gate therefore opens it for the next step, at which the ramp starts.
 """
 
 import math
@@ -20,11 +19,12 @@ from retrain.config.algorithm import Sepa
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.types import CreditedBatch, CreditedRollout
 
-NO_VARIANCE = 1e-12  # A var₀ below it is rounding, and a quotient by it says nothing
+NO_VARIANCE = 1e-12  # A var₀ below this is nothing but rounding and cannot be a divisor
 
 
 class SepaPooling(CreditStep):
-    """Selective entropy pooling (``sepa_pool``) with the step's λ; the batch then updates the next λ."""
+    """Pools uncertainties (``sepa_pool``) with the λ of the step, then updates the state from which the next λ
+    follows."""
 
     name = "sepa"
 

@@ -40,9 +40,9 @@ class TokenUncertainty(TokenCreditStep):
 
 
 def without_padding(name: str, values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
-    """Return detached values with 0 in the padding; ValueError when a trained token holds NaN."""
+    """Return detached values with 0 in the padding. Raises ValueError if a trained token has NaN."""
     values_BT = torch.where(mask_BT, values_BT.detach(), 0.0)
-    # NaN propagates to the sum, so most calls make one reduction. The sum of ∞ and −∞ is NaN too: look again.
+    # NaN propagates to the sum, so most calls need one reduction. The second check excludes a sum of ∞ and −∞.
     if bool(torch.isnan(values_BT.sum())) and bool(torch.isnan(values_BT).any()):
         row, column = torch.nonzero(torch.isnan(values_BT))[0].tolist()
         raise ValueError(f"{name} is NaN at completion {row}, token {column}")
@@ -50,7 +50,8 @@ def without_padding(name: str, values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats
 
 
 def per_token(kind: str, function: Callable[..., object], result: object, mask_BT: Mask_BT, entry: str) -> Tensor:
-    """Return a plug-in's result for every token, 0 in the padding; PluginError for another shape, NaN or infinity."""
+    """Return a plug-in's result for every token, 0 in the padding. Raises PluginError for another shape, NaN or
+    infinity."""
     plugin = f"{kind} plug-in {plugin_name(function)}"
     values_BT = of_shape(plugin, result, mask_BT, "tokens", f"one {entry} per token").detach()
     values_BT = torch.where(mask_BT, values_BT, 0.0)
@@ -101,7 +102,7 @@ def uncertainty(kind: Uncertainty, logprobs_BT: Floats_BT, entropy_BT: Floats_BT
 
 
 def moments(values_BT: Floats_BT, where_BT: Mask_BT) -> tuple[float | None, float | None]:
-    """Return mean and population variance over the marked tokens; None, None when there are none."""
+    """Return mean and population variance over the tokens of ``where_BT``; (None, None) for no token."""
     weight_BT = where_BT.to(values_BT)
     count = float(weight_BT.sum(dtype=torch.float64))
     if count == 0.0:
@@ -117,8 +118,9 @@ def uncertainty_stats(
 ) -> dict[str, float | None]:
     """Return the catalogue's plan/exec keys over all trained tokens.
 
-    ``*_surprisal_*`` is of −log p whatever ``kind`` is; ``*_entropy_*`` is of the full-vocabulary entropy when that is
-    the kind and repeats the surprisal otherwise. All None without a planning mask.
+    The keys ``*_surprisal_*`` are about −log p whatever ``kind`` is. The keys ``*_entropy_*`` are about the
+    full-vocabulary entropy if ``kind`` is ``shannon_entropy``, else they repeat the surprisal. All are None without a
+    planning mask.
     """
     sides = ("exec", "plan")
     kinds = ("surprisal", "entropy")
