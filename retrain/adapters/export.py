@@ -141,7 +141,8 @@ def pad_rank(source: Provenance, out: Path, rank: int) -> Row:
 
 
 def uniform(file: AdapterFile, rank: int) -> tuple[float, Iterator[tuple[str, Pair]]]:
-    """Return the most frequent scale, and A [rank, in], B [out, rank] of every module for that scale."""
+    """Return the most frequent scale of the adapter's modules, and (A [rank, in], B [out, rank]) of every module. B is
+    rescaled in modules with another scale."""
     scales = list(file.scales.values())
     common = max(scales, key=lambda scale: (scales.count(scale), scale))
 
@@ -207,7 +208,6 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the root mean square of ``actual`` − ``reference``, divided by that of ``reference``."""
     spread = float(reference.square().mean().sqrt())
     return float((actual - reference).square().mean().sqrt()) / max(spread, 1e-30)
 

@@ -142,7 +142,7 @@ def _owner(adapter: Path, subfolder: str) -> Owner:
 
 
 def _truncated(a: torch.Tensor, b: torch.Tensor, scale: float, rank: int, new_scale: float) -> Pair:
-    """Return factors truncated to ``rank``; those of a layer of lower rank (rank_pattern) are padded with zeros."""
+    # A layer of lower rank (rank_pattern) is padded with zeros.
     return padded(truncate(a, b, scale, min(rank, a.shape[0]), new_scale), rank)
 
 
@@ -233,9 +233,9 @@ def _report(context: RunContext, directory: Path, analysis: Row, warn: Warn) -> 
 
 
 def log_squeeze_analysis(context: RunContext, directory: Path, report: Values, warn: Warn = lambda text: None) -> None:
-    """Send a wandb run ``squeeze-analysis`` with the variance table of ``report`` (the dict of ``squeeze_table``), in
-    the group of the analysed run. The same analysis sent again continues the same wandb run. Raises RetrainError if
-    wandb is missing or cannot start."""
+    """Send the variance table of ``report`` (from ``analyse_adapter``) to wandb, as a run ``squeeze-analysis`` in the
+    group of the analysed run. The same analysis sent again continues the same wandb run. Raises RetrainError if wandb
+    is missing or cannot start."""
     summary = ("recommended_rank", "source_rank", "min_variance_retention", "num_layers")
     facts = {key: report.get(key) for key in summary}
     columns = ("rank", "mean_variance", "min_variance", "max_variance")
@@ -261,8 +261,8 @@ def log_squeeze_analysis(context: RunContext, directory: Path, report: Values, w
 
 
 def _verified(home: Path, spec: RunSpec, adapter: Path, ranks: Sequence[int], evaluate: Evaluate) -> Row:
-    """Return the held-out accuracy of the adapter compressed to each of ``ranks``. Reuses ``verification.json`` in
-    ``home`` if it covers these ranks of the same weights."""
+    """Return the held-out accuracy of the adapter compressed to each of ``ranks``. ``verification.json`` in ``home`` is
+    reused if it covers these ranks of the same weights."""
     out = home / VERIFICATION
     known = read_verification(out, adapter)
     if known is not None and set(ranks) <= {row["rank"] for row in known["ranks"]}:

@@ -216,7 +216,7 @@ class Architecture:
         Saved are the inputs of norms, linear layers and attention, the output of attention, and both halves of the MLP.
         """
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        wide = self.active_experts * self.intermediate  # of all experts that a token meets
+        wide = self.active_experts * self.intermediate  # over all experts that process a token
         norms = 2 * self.hidden + self.head_norms * (queries + keys)
         linear = 2 * self.hidden + queries + wide
         attention = 2 * queries + 2 * keys

@@ -41,7 +41,7 @@ FORECAST = (
     "A forecast and no verdict: on two campaigns the order of such forks had rank correlations of 0.2 to 0.9 with that "
     "at the end (docs/results.md). Conditions whose intervals overlap have no order; the campaign decides."
 )
-LAST_USUAL_SEED = 1000  # Fresh seeds lie beyond those of a campaign and its follow-ups
+LAST_USUAL_SEED = 1000  # Campaigns and follow-ups usually have seeds up to this one; forks have larger ones
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _continue(job: CohortJob, fork: Fork, results: _Measurements, bases: Bases) 
         cohort.extents = dict.fromkeys(cohort.runs, evaluations)
         first = {run.spec.seed: run for run in reversed(cohort.runs) if run.spec.seed not in results.before}
         with closing(cohort.train()) as pauses:
-            next(pauses)  # the engine has the weights
+            next(pauses)  # after this the engine has the weights
             cohort.evaluations.trained(dict.fromkeys(first.values(), "whole"))
             for _ in pauses:
                 if all(run.error is not None or run.step >= fork.end for run in cohort.runs):

@@ -23,8 +23,8 @@ class Grader(AbstractContextManager["Grader"]):
     """Grades the completions of a step with one reward.
 
     ``names``: components of every result, in configured order. ``columns``: columns that the data must have.
-    ``correct_above``: threshold of ``with_correctness``. ``audit``: a second reward, whose score goes into the sample
-    metrics and does not affect advantages.
+    ``correct_above``: where neither the reward nor a metric grades correctness, a total above it counts as correct.
+    ``audit``: a second reward, whose score goes into the sample metrics and does not affect advantages.
     """
 
     def __init__(self, reward: Reward, correct_above: float = CORRECT_ABOVE, audit: Reward | None = None):
@@ -119,7 +119,7 @@ def build_grader(
     UsageError when something that the section names is missing.
     """
 
-    with ExitStack() as started:  # rewards may have started workers before a later one cannot be built
+    with ExitStack() as started:  # closes rewards that have started workers if a later one cannot be built
 
         def build(part: tasks.RewardSection | tasks.RewardComponent | tasks.Audit, table: str = "reward") -> Reward:
             reward = _reward(part, section, base_dir, device, table)

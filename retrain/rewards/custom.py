@@ -92,7 +92,8 @@ class CustomReward(Reward):
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Return results in order; ``error`` is the exception of a function or the fault of its return value.
 
-        A function in TRL's form is called once for all completions of a problem; its time limit is the sum of theirs.
+        A function in TRL's form is called once for all completions of a problem. The time limit of each call is the
+        pool's, multiplied by the completions of the problem that has most.
         """
         plain = {id(problem): _plain(problem) for problem, _ in items}
         graded = [(plain[id(problem)], str(text), list(getattr(text, "token_ids", ()))) for problem, text in items]
@@ -142,9 +143,11 @@ def _plain(problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A user's function with the names of its arguments; without names it gets (completion, answer).
+    """A user's function and the names of the arguments that it gets. Without ``arguments`` it gets (completion,
+    answer).
 
-    ``by_batch``: it gets lists. ``takes_any``: it has ``**kwargs``. ``columns``: columns that the data must have.
+    ``by_batch``: it has TRL's form and gets lists. ``takes_any``: it has ``**kwargs``. ``columns``: columns that the
+    data must have.
     """
 
     name: str
@@ -165,7 +168,7 @@ class Scorer:
         paths = [Path(folder) for folder in folders]
         try:
             loaded = load_file(Path(module), "custom_reward") if _is_path(module) else load_module(module, paths)
-        except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+        except (Exception, SystemExit) as error:  # importing a user's module can raise anything
             raise PluginError(f"importing it failed: {described(error)}") from error
         self.functions = _read_functions(loaded, [functions] if isinstance(functions, str) else functions)
         self.facts = {
@@ -288,7 +291,7 @@ class LoggedValues:
 def grade_job(functions: Sequence[RewardFunction], job: Sequence[GradedCompletion]) -> list[RewardResult]:
     """Return one result per completion. With several functions, it is their sum, with a component per function."""
     logs = [LoggedValues() for _ in functions]
-    # No event loop runs while functions are called: one may start a loop itself.
+    # No event loop runs here while functions are called, because a function may start one itself.
     returned = [_call(function, job, logged) for function, logged in zip(functions, logs, strict=True)]
     if any(inspect.isawaitable(value) for values in returned for value in values):
         returned = asyncio.run(_settled(returned))
@@ -359,7 +362,8 @@ def _results(
 
 
 def _batch_results(returned: Any, count: int) -> list[RewardResult]:
-    """Return the results of a function in TRL's form, one per completion. None in ``returned``: it does not apply."""
+    """Return the results of a function in TRL's form, one per completion. A None in ``returned`` means that the
+    function does not apply to that completion."""
     values: Any = returned.tolist() if hasattr(returned, "tolist") else returned
     if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
         values = _tried(list, values)  # a generator may raise
