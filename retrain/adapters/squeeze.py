@@ -100,9 +100,9 @@ def _spectra(adapter: Path) -> Row:
 def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False) -> Path:
     """Write the adapter truncated to ``rank`` as a PEFT directory, module by module.
 
-    With ``pattern``, each module gets its own rank: the fewest ranks in total that keep the energy Σ s² that ``rank``
-    keeps over all modules. Raises UsageError for a rank above the adapter's, ModelError for an adapter with more than
-    LoRA factors, NotOurs if ``out`` holds an adapter that was not compressed from this one.
+    With ``pattern``, each module gets its own rank, such that the sum of ranks is the smallest that keeps the energy
+    Σ s² that ``rank`` keeps over all modules. Raises UsageError for a rank above the adapter's, ModelError for an
+    adapter with more than LoRA factors, NotOurs if ``out`` holds an adapter that was not compressed from this one.
     """
     with AdapterFile(adapter) as file:
         if not 1 <= rank <= file.rank:
@@ -147,12 +147,12 @@ def _truncated(a: torch.Tensor, b: torch.Tensor, scale: float, rank: int, new_sc
 
 
 def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pattern: bool = False) -> Row:
-    """Return the rank analysis of a run directory's adapter; with ``to``, also compress the adapter to that rank. With
-    ``pattern``, each module gets its own rank: the fewest in total that keep the energy Σ s² that rank ``to`` keeps.
+    """Return the rank analysis of a run directory's adapter. With ``to``, also compress the adapter to this rank, or
+    with ``pattern`` each module to its own rank (``compress_adapter``).
 
     The compressed adapter goes to ``out``, by default ``squeeze/rank_<to>`` or ``squeeze/pattern_<to>`` beside the
-    adapter; without ``to``, the analysis goes to ``out``. Keys are those of ``analyse_adapter``, with ``compressed``,
-    the path, and ``verified``, the accuracy by rank if it was measured.
+    adapter. Without ``to``, the analysis goes to ``out``, if given. Returns the keys of ``analyse_adapter``,
+    ``compressed`` (path of the compressed adapter) and ``verified`` (accuracy by rank, if it was measured).
     """
     adapter = find_adapter(directory)
     analysis = analyse_adapter(adapter, _settings(adapter))

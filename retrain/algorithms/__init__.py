@@ -129,7 +129,7 @@ def build_algorithm(
         SpreadAdvantage(config.algorithm.keeps_uniform_groups),
         TokenUncertainty(modes.uncertainty),
         *_token_credit(config, modes, stream),
-        # After token credit, which distributes the reward alone.
+        # After token credit, which distributes only the reward.
         *_teacher(config),
         # Last: M2PO reads the final advantages, and the divisor counts the tokens that still train.
         *_rejection(config),

@@ -155,7 +155,7 @@ def pad_field(rollouts: Sequence[CreditedRollout], name: str, dtype: type = np.f
 
 def discard_by_tokens(batch: CreditedBatch) -> CreditedBatch:
     """Return the batch in which exactly the groups whose token advantages are all 0 are discarded; a group without
-    token advantages keeps its reason. For steps that replace the advantages of all tokens."""
+    token advantages keeps its ``discarded``. For steps that replace the advantages of all tokens."""
     reasons = []
     for group in batch.groups:
         rows = [rollout.token_advantages_T for rollout in group.rollouts if rollout.token_advantages_T is not None]

@@ -3,8 +3,8 @@
 The bootstrap does not work for so few: the percentile interval of a mean covers 84 % instead of 95 % with five seeds,
 because resamples of five values are too narrow by √(4/5) and lack the tails of the t distribution. Instead:
 
-- levels of a condition, ``mean_interval``: t, and for shares Wilson's score interval with the variance of the seeds;
-- interquartile means, ``iqm_interval``: Tukey and McLaughlin's trimmed t, with the quantile that normal seeds need.
+- ``mean_interval``, the mean of a condition: t, and for shares Wilson's score interval with the variance over seeds;
+- ``iqm_interval``, interquartile means: Tukey and McLaughlin's trimmed t, with a quantile for normal samples.
 """
 
 import math

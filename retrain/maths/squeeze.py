@@ -47,7 +47,8 @@ def analyse(A_r_in: FactorA, B_out_r: FactorB, scale: float) -> Doubles_K:
 
 
 def energy(singular_values: Spectrum) -> Doubles_K | None:
-    """Return V(k) for k = 1 … len, float64, ending in exactly 1; None when ΔW = 0 (an untrained module)."""
+    """Return the energy V(k) = Σ_{i≤k} s_i²/Σ s_i² for k = 1 … len, float64, ending in exactly 1. None when ΔW = 0 (an
+    untrained module)."""
     squares = singular_values.to(torch.float64).square()
     total = squares.sum()
     if float(total) == 0.0:

@@ -41,7 +41,8 @@ prefill and fragmentation), and for the activations that a micro-batch saves for
 GPU_MICRO_BATCH_TOKENS = (512, 32768)
 """Minimum and maximum number of tokens of a micro-batch on a GPU; more would not raise its utilisation."""
 GPU_MOST_ROWS, GPU_COLUMNS = 4096, 128
-"""Rows of a GPU's decode batch beyond which decoding is compute-bound; unit, in tokens, of its KV cache's length."""
+"""Rows of a GPU's decode batch beyond which decoding is compute-bound. Tokens of which the length of its KV cache is a
+multiple."""
 
 
 def targeted(layer: str, targets: str | Sequence[str]) -> bool:

@@ -54,9 +54,10 @@ def padded(pair: Pair, rank: int) -> Pair:
 
 
 class AdapterFile:
-    """A PEFT LoRA directory open for reading (``with``): ``modules`` and ``scales`` by module path, tensors on demand.
+    """A PEFT LoRA directory that is open for reading, for use in a ``with`` statement. By module path, ``modules``
+    holds keys and shapes of the factors, and ``scales`` the factor of B·A; ``factors`` reads tensors on demand.
 
-    Scales respect rsLoRA, ``rank_pattern`` and ``alpha_pattern``. ``others``: keys of tensors that are not LoRA factors
+    Scales follow rsLoRA, ``rank_pattern`` and ``alpha_pattern``. ``others``: keys of tensors that are not LoRA factors
     (DoRA, biases, full modules). Raises ModelError if there is no LoRA adapter in safetensors.
     """
 

@@ -103,8 +103,7 @@ def whole_logits(base: BaseModel, layout: Layout) -> Tensor:
 
 
 def backbone_of(base: BaseModel) -> Backbone:
-    """Return how the update runs this base. The first call runs trial passes, later ones return their result.
-    Thread-safe."""
+    """Return the base as the update runs it. The first call determines this by trial passes. Thread-safe."""
     # Worker threads call this too, and the trial passes must run once.
     with _lock:
         if not isinstance(base.backbone, Backbone):

@@ -2,7 +2,7 @@
 
 The layer is frozen, so the forward pass computes each row's gradient with respect to its hidden state while it holds
 the row's logits: ∂ log π(target) = (onehot − π)·f′(z)·W, where f caps and scales the products z = W·h, and likewise for
-the entropy −Σ π log π. The backward pass only scales that gradient; [rows, H] is kept.
+the entropy −Σ π log π. Only these gradients [rows, H] are kept, and the backward pass scales them.
 """
 
 from __future__ import annotations

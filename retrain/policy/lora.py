@@ -143,7 +143,7 @@ class Adapter(LoraWeights):
 
 
 class LaneMode(threading.local):
-    """What the wrapped layers add in this thread: ``adapter``, or the stack of adapters ``stacks``, or nothing if both
+    """The mode of a thread. The wrapped layers add ``adapter``, or the stack of adapters ``stacks``, or nothing if both
     are None."""
 
     adapter: LoraWeights | None = None

@@ -97,8 +97,8 @@ def predicting(states: Tensor, layout: Layout) -> Tensor:
 
 
 def packed_layout(samples: Sequence[Sample], device: torch.device, share: bool = True) -> PackedLayout:
-    """Return all samples in one row, without their last tokens, which predict nothing. ``share``: neighbours with an
-    equal prefix share one copy."""
+    """Return all samples in one row, each without its last token, which predicts nothing. ``share``: neighbours with an
+    equal prefix share one copy of it."""
     longest = max(map(len, samples)) - 1
     spread = np.zeros((len(samples), longest), dtype=np.int64)
     ids, positions, rows, home = [], [], [], []
@@ -320,8 +320,8 @@ class Budget:
         }
 
     def restore(self, state: BudgetState) -> None:
-        """Restore a checkpoint's planned tokens if they fit this device. If memory had run out, also restore
-        recomputation, and the tokens if the user has not set fewer."""
+        """Restore the state from a checkpoint. A planned number of tokens is kept if it fits on this device. If memory
+        had run out, recomputation is restored too, and a number that the user has set is at most the checkpoint's."""
         before = state["tokens"]
         # Another budget cuts micro-batches elsewhere, which rounds differently: a resumed run keeps the old one if it
         # fits.

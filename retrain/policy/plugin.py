@@ -119,7 +119,8 @@ def load_backend(config: Config, base_dir: Path | None) -> Backend:
 
 @dataclass(frozen=True)
 class PluginSnapshot(PolicySnapshot):
-    """A backend. A resumable snapshot also has ``files``, the directory of its saved files."""
+    """A reference to a backend, whose weights are not copied. A resumable snapshot also has ``files``, the directory
+    that the backend saved."""
 
     backend: Backend
     files: Path | None = None

@@ -309,7 +309,7 @@ class GradientAccumulator:
 
     @contextmanager
     def _recomputing(self, layout: Layout) -> Iterator[None]:
-        """Set precision, adapter and layout, which are per thread: autograd may recompute a layer in another thread."""
+        """Set precision, adapter and layout in the thread that recomputes a layer, which may be one of autograd's."""
         with products_in_bfloat16(self.context.bfloat16), self._active(), update_mode(layout):
             yield
 
@@ -337,7 +337,8 @@ class PhaseTimer:
         self.last = now
 
     def add(self, other: PhaseTimer, share: float = 1.0) -> None:
-        """Add another timer's micro-batches, and ``share`` of its seconds: below 1 if several ran in parallel."""
+        """Add the micro-batches of another timer and ``share`` of its seconds, below 1 if several timers ran in
+        parallel."""
         self.microbatches += other.microbatches
         for phase, seconds in other.totals.items():
             self.totals[phase] += share * seconds

@@ -52,7 +52,7 @@ class Grader(AbstractContextManager["Grader"]):
     def _add_audit(self, audit: Reward, items: Sequence[Item], results: Sequence[RewardResult]) -> None:
         try:
             audits = audit.grade_all(items)
-        except Exception as error:  # an audit costs its own number, never the run
+        except Exception as error:  # a failing audit leaves its score null and never ends the run
             audits = [failed(described(error))] * len(items)
         for result, audited in zip(results, audits, strict=True):
             result.audit_error = audited.error

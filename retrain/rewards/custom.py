@@ -93,7 +93,7 @@ class CustomReward(Reward):
         """Return results in order; ``error`` is the exception of a function or the fault of its return value.
 
         A function in TRL's form is called once for all completions of a problem. The time limit of each call is the
-        pool's, multiplied by the completions of the problem that has most.
+        pool's, multiplied by the largest number of completions of one problem.
         """
         plain = {id(problem): _plain(problem) for problem, _ in items}
         graded = [(plain[id(problem)], str(text), list(getattr(text, "token_ids", ()))) for problem, text in items]
@@ -159,7 +159,7 @@ class RewardFunction:
 
 
 class Scorer:
-    """Grades a job, the completions of a problem, with the user's functions, in a worker.
+    """Grades jobs with the user's functions, in a worker. A job is one completion, or all completions of a problem.
 
     Raises PluginError if a function is missing or has parameters that cannot be filled.
     """
@@ -245,7 +245,8 @@ def _batch_form(function: RewardFunction, required: Sequence[inspect.Parameter])
 
 
 def _completion_form(function: RewardFunction, required: Sequence[inspect.Parameter]) -> RewardFunction:
-    """Return ``function`` with the ``ARGUMENTS`` it takes; () if it takes (completion, answer). Raises PluginError."""
+    """Return ``function`` with those of ``ARGUMENTS`` that it takes, or without any if its two parameters have other
+    names. Raises PluginError for an unknown parameter."""
     unknown = [p.name for p in required if p.name not in ARGUMENTS or p.name not in function.arguments]
     arguments = [argument for argument in ARGUMENTS if function.takes_any or argument in function.arguments]
     if arguments and not unknown:
@@ -289,7 +290,7 @@ class LoggedValues:
 
 
 def grade_job(functions: Sequence[RewardFunction], job: Sequence[GradedCompletion]) -> list[RewardResult]:
-    """Return one result per completion. With several functions, it is their sum, with a component per function."""
+    """Return one result per completion. The results of several functions are added, with a component for each."""
     logs = [LoggedValues() for _ in functions]
     # No event loop runs here while functions are called, because a function may start one itself.
     returned = [_call(function, job, logged) for function, logged in zip(functions, logs, strict=True)]

@@ -90,7 +90,7 @@ class JudgeEndpoint:
                 except JudgeUnavailable as error:
                     failures.append(str(error))
                     return JudgeAnswer(fault=failures[-1])
-                except Exception as error:  # of this question alone: HTTP 400, a reply that is not a chat completion
+                except Exception as error:  # only this question fails: HTTP 400, a reply that is not a chat completion
                     return JudgeAnswer(fault=self._without_key(described(error)))
                 failures.clear()
                 return JudgeAnswer(self._without_key(text))

@@ -76,7 +76,7 @@ def question(problem: Problem, completion: str, instruction: str = INSTRUCTION, 
         parts.append(f"Reference answer:\n{problem.answer}")
     if criteria:
         parts.append(criteria)
-    shown = _ENDS.sub(r"<\\/\1", completion[-MAX_COMPLETION:])  # it must not close its own frame
+    shown = _ENDS.sub(r"<\\/\1", completion[-MAX_COMPLETION:])  # it must not close <response>
     parts.append(f"Response to grade:\n<response>\n{shown}\n</response>")
     return [{"role": "system", "content": instruction}, {"role": "user", "content": "\n\n".join(parts)}]
 

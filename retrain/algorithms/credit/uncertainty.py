@@ -25,7 +25,7 @@ Uncertainty = str | Callable[..., object]
 class TokenUncertainty(TokenCreditStep):
     """Sets the uncertainty of the tokens of every rollout with an advantage, and records its statistics.
 
-    ``kind`` is one of ``UNCERTAINTIES`` or a function of the user's.
+    ``kind`` is one of ``UNCERTAINTIES`` or a user's function.
     """
 
     kind: Uncertainty
@@ -116,7 +116,8 @@ def moments(values_BT: Floats_BT, where_BT: Mask_BT) -> tuple[float | None, floa
 def uncertainty_stats(
     kind: Uncertainty, h_BT: Floats_BT, logprobs_BT: Floats_BT, planning_BT: Mask_BT | None, mask_BT: Mask_BT
 ) -> dict[str, float | None]:
-    """Return the catalogue's plan/exec keys over all trained tokens.
+    """Return the catalogue's metrics about planning (``plan``) and execution (``exec``) tokens, over all trained
+    tokens.
 
     The keys ``*_surprisal_*`` are about −log p whatever ``kind`` is. The keys ``*_entropy_*`` are about the
     full-vocabulary entropy if ``kind`` is ``shannon_entropy``, else they repeat the surprisal. All are None without a
