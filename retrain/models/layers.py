@@ -84,9 +84,9 @@ def gpu_token_budget(free_bytes: int, token_bytes: int) -> int:
 
 
 def fitting_lanes(usable: int, copy: int, update: int, lanes: Iterable[tuple[int, int]]) -> int:
-    """Return how many of ``lanes``, taken in order, fit into ``usable`` bytes. A lane is (bytes always resident:
-    adapter, critic, optimizers; bytes of its minimal KV cache). All share one ``copy`` of the weights. The caches and
-    one ``update`` are never in memory at once, so the larger counts."""
+    """Return how many of ``lanes``, taken in order, fit into ``usable`` bytes. Each lane is a pair of byte
+    counts: what is always in memory (adapter, critic, optimizers), and its minimal KV cache. All lanes share one
+    ``copy`` of the weights. The caches and one ``update`` are never in memory at once, so the larger counts."""
     resident, caches, fitting = copy, 0, 0
     for lane_resident, cache in lanes:
         resident, caches = resident + lane_resident, caches + cache

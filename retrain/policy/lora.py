@@ -93,7 +93,8 @@ class Adapter(LoraWeights):
         return view
 
     def initialise(self, *seed: int | str) -> Adapter:
-        """Draw A ~ U(±1/√in) from the named random stream of each layer, equal on every device, and set B to 0."""
+        """Draw A ~ U(±1/√in) from a random stream for each layer, named by ``seed`` and the layer, and set B to 0. The
+        numbers are the same on every device."""
         with torch.no_grad():
             for shape in self.shapes:
                 stream = torch.Generator().manual_seed(torch_seed(*seed, "adapter", shape.name))

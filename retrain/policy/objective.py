@@ -106,9 +106,9 @@ def token_weights(
 ) -> Tensor:
     """Return the factor of every token's loss, float32 [B, T], 0 outside ``mask_BT``.
 
-    ``tokens``: 1/total_tokens. ``sequences``: 1/(total_sequences·T_i), the mean of per-sequence means (GRPO).
-    ``constant``: 1/(total_sequences·max_tokens) (Dr. GRPO). T_i is the number of tokens of sequence i in
-    ``denominator_mask_BT``, by default ``mask_BT``. Totals of 0 give 0.
+    The factor by ``normalizer``: ``tokens`` 1/total_tokens; ``sequences`` 1/(total_sequences·T_i), which gives the mean
+    of per-sequence means (GRPO); ``constant`` 1/(total_sequences·max_tokens) (Dr. GRPO). T_i is the number of tokens of
+    sequence i in ``denominator_mask_BT``, by default ``mask_BT``. Totals of 0 give 0.
     """
     totals = {"total_tokens": total_tokens, "total_sequences": total_sequences, "max_tokens": max_tokens}
     if any(value < 0 for value in totals.values()):
@@ -245,9 +245,10 @@ class PolicyTerm(Term):
     """The policy loss, with an optional ``correction`` of the mismatch between sampler and trainer.
 
     A correction splits π/π_sampler into the ratio π/π_old, which the loss clips, and the weight π_old/π_sampler. If a
-    batch has one update, π_old is π: the ratio is 1, the statistics compare π with the sampler, and tokens that the
-    correction cuts count as clipped. If it has several, π_old is ``old_logprobs_BT``, and the statistics are those of
-    the loss. ``policy_weights_BT``, 0 for rejected tokens, is one more factor of the loss.
+    batch has one update, π_old is π. The ratio is then 1, the statistics compare π with the sampler, and tokens whose
+    weight is bounded count as clipped. If a batch has several updates, π_old is the policy before the first of them
+    (``old_logprobs_BT``), and the statistics are those of the loss. ``policy_weights_BT``, 0 for rejected tokens, is
+    one more factor of the loss.
     """
 
     loss: PolicyLoss

@@ -116,8 +116,8 @@ def iter_microbatches(
 ) -> Iterator[MicroBatchSpec]:
     """Yield the samples in micro-batches, those with a gradient first.
 
-    A sample whose advantages are all 0 needs only a forward pass, for the statistics, unless ``every_sequence``: the
-    objective has a gradient for it too.
+    With ``every_sequence`` the objective has a gradient for every sample. Without, a sample whose advantages are all 0
+    needs only a forward pass, for the statistics.
     """
     with_gradient = [every_sequence or bool(sample.advantages[sample.loss_mask].any()) for sample in samples]
     numbers = count()
@@ -129,7 +129,8 @@ def iter_microbatches(
 
 @dataclass(frozen=True)
 class GradientAccumulator:
-    """Accumulates the gradient of one objective. ``frozen``: only the gradient of the value ``head``."""
+    """Accumulates the gradient of one objective with respect to ``adapter`` and, if given, the value ``head``. With
+    ``frozen``, only the head gets a gradient."""
 
     context: UpdateContext
     batch: StepBatch
@@ -445,8 +446,9 @@ def batch_gradient(
 ) -> Tensor:
     """Return the adapter's gradient before clipping, [D] in fp32; 0 if nothing trains.
 
-    ``head``: value head of a critic that shares the adapter; its warm-up is ignored. No weight, optimizer or random
-    stream changes. Raises as ``policy_step``.
+    ``head``: value head of a critic that shares the adapter; the critic's warm-up is ignored. No weight, optimizer or
+    random stream changes. Raises NonFinite if a score or the gradient is not finite, and RunFailed if one sample does
+    not fit in memory.
     """
     assert adapter.flat.grad is not None
     samples = batch.samples

@@ -115,8 +115,9 @@ class _Worker:
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """Limits of a worker process: wall-clock seconds per job; private memory (RLIMIT_DATA, because libraries such as
-    torch map far more address space than they use); seconds until the worker is ready."""
+    """Limits of a worker process. ``timeout_s``: wall-clock seconds per job. ``memory_bytes``: private memory
+    (RLIMIT_DATA, because libraries such as torch map far more address space than they use). ``start_s``: seconds until
+    the worker is ready."""
 
     timeout_s: float
     memory_bytes: int

@@ -262,7 +262,7 @@ def _token_advantages(rollout: CreditedRollout) -> np.ndarray:
 
 
 def checked_rewards(rewards_N: Rewards_PN) -> Doubles_PN:
-    """Return rewards as detached float64; ValueError unless they are finite and have a group axis."""
+    """Return rewards as detached float64. Raises ValueError unless they are finite and have a group axis."""
     if rewards_N.dim() == 0:
         raise ValueError("rewards need a group axis: got a single number")
     rewards_N = rewards_N.detach().to(torch.float64)

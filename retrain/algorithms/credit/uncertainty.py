@@ -87,9 +87,9 @@ UNCERTAINTIES: dict[str, Callable[[Floats_BT, Floats_BT | None, Mask_BT], Floats
 def uncertainty(kind: Uncertainty, logprobs_BT: Floats_BT, entropy_BT: Floats_BT | None, mask_BT: Mask_BT) -> Floats_BT:
     """Return the uncertainty h ≥ 0 of every trained token, [B, T], 0 in the padding, in nats (a variance has no unit).
 
-    ``surprisal`` −log p; ``predictive_variance`` p(1 − p); ``shannon_entropy`` the given full-vocabulary entropy of
-    the sampled distribution; or a function(logprobs_BT, entropy_BT, mask_BT). Clamped to [0, 50]. Raises
-    ValueError for NaN, an unknown kind or a missing entropy; PluginError for a plug-in's bad result.
+    ``kind`` is ``surprisal`` (−log p), ``predictive_variance`` (p(1 − p)), ``shannon_entropy`` (``entropy_BT``, the
+    full-vocabulary entropy of the sampled distribution) or a function(logprobs_BT, entropy_BT, mask_BT). h is clamped
+    to [0, 50]. Raises ValueError for NaN, an unknown kind or a missing entropy; PluginError for a plug-in's bad result.
     """
     if callable(kind):
         result = torch.as_tensor(kind(logprobs_BT.detach(), entropy_BT, mask_BT)).to(logprobs_BT)
