@@ -261,8 +261,6 @@ def log_squeeze_analysis(context: RunContext, directory: Path, report: Values, w
 
 
 def _verified(home: Path, spec: RunSpec, adapter: Path, ranks: Sequence[int], evaluate: Evaluate) -> Row:
-    """Return the held-out accuracy of the adapter compressed to each of ``ranks``. ``verification.json`` in ``home`` is
-    reused if it covers these ranks of the same weights."""
     out = home / VERIFICATION
     known = read_verification(out, adapter)
     if known is not None and set(ranks) <= {row["rank"] for row in known["ranks"]}:

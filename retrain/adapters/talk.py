@@ -228,7 +228,6 @@ def _as_text(rollout: Rollout) -> Action:
 
 
 def _grade(grader: Grader, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Action]]) -> list[Graded]:
-    """Grade every answer separately; after ``PATIENCE_S`` seconds without a grade, skip the rest."""
     graded: list[Graded] = []
     spent, any_grade = 0.0, False
     for prompt, completions in zip(prompts, sampled, strict=True):

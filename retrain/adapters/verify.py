@@ -126,7 +126,6 @@ def sentence(verification: Values) -> str:
 
 
 def _accuracy(marks: np.ndarray) -> dict[str, float | None]:
-    """Return the share of correct answers in ``marks`` [problems, samples] with its interval, clustered by problem."""
     clusters = np.arange(len(marks)).repeat(marks.shape[1])
     interval = accuracy_interval(marks.ravel(), clusters.tolist())
     return {"accuracy": interval.estimate, "low": interval.low, "high": interval.high}

@@ -1,9 +1,9 @@
 """Corrections of the mismatch between sampler and trainer, and the rejection of whole sequences.
 
 With w = π_trainer/π_sampler of a token and W the product of w over its sequence, a *correction* weighs the policy loss
-of every token by w or W, bounded; a *rejection* masks whole sequences. Both are constants of the gradient, and compare
-the sampler with the trainer before the update ("When Speed Kills Stability", and the papers named below). A sequence is
-a row: every action token of a sample.
+of every token by w or W, within bounds; a *rejection* masks whole sequences. Both compare the sampler with the trainer
+before the update and carry no gradient ("When Speed Kills Stability", and the papers named below). A sequence is a row:
+every action token of a sample.
 """
 
 import math

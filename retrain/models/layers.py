@@ -199,7 +199,6 @@ class Architecture:
         return self.layers * sum(a * b * (experts if name.startswith("mlp.") else 1) for name, (a, b) in shapes)
 
     def adapter_parameters(self, rank: int, target_modules: str | Sequence[str]) -> int:
-        """Return the number of LoRA parameters: rank·(inputs + outputs) of every adapted linear layer."""
         return rank * sum(
             (inputs + outputs) * (self.experts if name.startswith("mlp.") else 1)
             for layer in range(self.layers)

@@ -55,8 +55,6 @@ def _check_model(name: str, config: Config, addition: str) -> None:
 
 
 def _adapter_in(directory: Path) -> Path | None:
-    """Return ``directory`` if it holds an adapter. If it is a run's, return its ``final/`` or else its newest
-    checkpoint with an adapter. Otherwise return None."""
     checkpoints = reversed(checkpoint_paths(directory))
     places = (directory, directory / FINAL, *checkpoints)
     return next((path for path in places if (path / ADAPTER_WEIGHTS).is_file()), None)

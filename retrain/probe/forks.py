@@ -170,9 +170,10 @@ class _Measurements(Messages):
 def run_fork(fork: Fork, progress: Progress) -> Row:
     """Continue every condition and return the ranking as plain data, the highest change first.
 
-    ``change`` is the held-out metric after minus before, ``difference`` the metric after minus the baseline's; both are
-    means over seeds with 95 % t intervals, paired by seed. The metric before is measured once per seed, because all
-    conditions have the same weights then. Raises UsageError for a checkpoint of other weights, and training's errors.
+    ``change`` is a condition's held-out metric at the end minus its metric at the checkpoint, ``difference`` its metric
+    at the end minus the baseline's. Both are means over seeds with 95 % t intervals, paired by seed. The metric at the
+    checkpoint is measured once per seed, because all conditions have the same weights there. Raises UsageError for a
+    checkpoint of other weights, and the errors of training.
     """
     begin, results = time.monotonic(), _Measurements(fork, progress)
     on_gpu = torch.cuda.is_available() and fork.plan.specs[0].config.backend.device != "cpu"

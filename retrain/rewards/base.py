@@ -151,8 +151,6 @@ def _total(parts: Sequence[tuple[str, float, float, RewardResult]]) -> RewardRes
 
 
 def _add_numbers(total: RewardResult, name: str, part: RewardResult) -> None:
-    """Add a part's components and sample metrics to ``total``. A name that ``total`` already has is prefixed with the
-    part's name."""
     inner = {key: value for key, value in part.components.items() if key != name}
     for numbers, into in ((inner, total.components), (part.sample_metrics, total.sample_metrics)):
         for key, value in numbers.items():
