@@ -141,7 +141,8 @@ def pad_rank(source: Provenance, out: Path, rank: int) -> Row:
 
 
 def uniform(file: AdapterFile, rank: int) -> tuple[float, Iterator[tuple[str, Pair]]]:
-    """Return the most frequent scale, and A [rank, in], B [out, rank] of every module for that scale."""
+    """Return the most frequent scale of the adapter's modules, and (A [rank, in], B [out, rank]) of every module. B is
+    rescaled in modules with another scale."""
     scales = list(file.scales.values())
     common = max(scales, key=lambda scale: (scales.count(scale), scale))
 
@@ -155,7 +156,6 @@ def uniform(file: AdapterFile, rank: int) -> tuple[float, Iterator[tuple[str, Pa
 
 
 def _free(out: Path) -> Path:
-    """Return ``out`` as an absolute path. Raises UsageError unless it is free or an empty directory."""
     out = out.absolute()
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         kind = "a symbolic link" if out.is_symlink() else "a file"
@@ -207,7 +207,6 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the root mean square of ``actual`` − ``reference``, divided by that of ``reference``."""
     spread = float(reference.square().mean().sqrt())
     return float((actual - reference).square().mean().sqrt()) / max(spread, 1e-30)
 
@@ -215,8 +214,8 @@ def _difference(actual: torch.Tensor, reference: torch.Tensor) -> float:
 def _check(difference: float, tolerance: float, effect: float, dtype: str) -> None:
     """Raise ModelError unless the written model agrees with base and adapter within rounding.
 
-    Rounding gives each weight, and so each product, an independent relative error of eps/√12 (root mean square); over n
-    consecutive products errors add up as √n. The tolerance eps·√n is three times that.
+    Rounding gives each weight, and so each product, an independent relative error of eps/√12 (root mean square). Over
+    the products of n adapted layers these errors add up as √n. ``tolerance`` is eps·√n, three times that.
     """
     if not difference <= tolerance:
         raise ModelError(

@@ -24,8 +24,9 @@ SECTIONS = ("model", "lora", "data", "backend", "inference", "training", "evalua
 class Provenance:
     """An adapter's directory, and the records of the run that trained it.
 
-    ``record`` is that run's directory, None if there is none; ``config`` then has defaults. ``fingerprint`` and
-    ``dtype`` describe the base that it was trained on, if recorded.
+    ``record`` is the directory of the run, and ``config`` its settings; without records, ``record`` is None and
+    ``config`` has defaults. ``fingerprint`` and ``dtype`` describe the base that the adapter was trained on, if
+    recorded.
     """
 
     adapter: Path
@@ -47,7 +48,8 @@ class Provenance:
         return replace(self, config=self.config.model_copy(update={"model": model}), fingerprint=own)
 
     def other_weights(self, base: BaseModel) -> str:
-        """Return the warning that the adapter was trained on another base; "" if not, or unknown."""
+        """Return a warning if the adapter was trained on weights other than those of ``base``; "" if it was not, or if
+        that is not known."""
         same_format = self.dtype == str(base.dtype).removeprefix("torch.")
         if not self.fingerprint or not same_format or self.fingerprint == base.fingerprint:
             return ""
@@ -55,9 +57,9 @@ class Provenance:
 
 
 def provenance(directory: Path, base: str | None = None) -> Provenance:
-    """Return the adapter of a run, checkpoint, ``final/`` or adapter directory with its recorded facts. ``base``
-    replaces the base that the adapter names. Raises UsageError if there is no adapter, or a campaign has several;
-    ModelError if the base is a directory that is missing."""
+    """Return the adapter of a run, checkpoint, ``final/`` or adapter directory with the records of its run. ``base``
+    replaces the base that the adapter names. Raises UsageError if there is no adapter, or if the directory is a
+    campaign with several; ModelError if the base is a directory that is missing."""
     _refuse_several(directory)
     adapter = find_adapter(directory).resolve()
     named = _adapter_config(adapter)
@@ -92,7 +94,8 @@ def _adapter_config(adapter: Path) -> Row:
 
 
 def _recorded(adapter: Path) -> Provenance:
-    """Return the records of the nearest run or campaign above the adapter, or defaults; the caller sets the base."""
+    """Return the records of the nearest run or campaign directory that contains the adapter, or defaults. The caller
+    sets the base."""
     for folder in (adapter, *list(adapter.parents)[:4]):
         content = read_object(folder / CONFIG)
         if not all(isinstance(content.get(key), dict) for key in (*SECTIONS, "types")):

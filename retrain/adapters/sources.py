@@ -66,7 +66,6 @@ def _named_adapter(text: str) -> tuple[str, Path]:
 
 
 def _runs(campaign: Path) -> list[tuple[str, Path]]:
-    """Return name and directory of a campaign's finished runs, or of the directory itself if there are none."""
     runs = read_manifest(campaign)["runs"]
     paths = [campaign / run["path"] for run in runs if run["state"] == "done"]
     return [(_name_of(path), path) for path in paths or [campaign]]

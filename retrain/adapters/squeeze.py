@@ -100,9 +100,9 @@ def _spectra(adapter: Path) -> Row:
 def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False) -> Path:
     """Write the adapter truncated to ``rank`` as a PEFT directory, module by module.
 
-    With ``pattern``, each module gets its own rank: the fewest ranks in total that keep the energy Σ s² that ``rank``
-    keeps over all modules. Raises UsageError for a rank above the adapter's, ModelError for an adapter with more than
-    LoRA factors, NotOurs if ``out`` holds an adapter that was not compressed from this one.
+    With ``pattern``, each module gets its own rank, such that the sum of ranks is the smallest that keeps the energy
+    Σ s² that ``rank`` keeps over all modules. Raises UsageError for a rank above the adapter's, ModelError for an
+    adapter with more than LoRA factors, NotOurs if ``out`` holds an adapter that was not compressed from this one.
     """
     with AdapterFile(adapter) as file:
         if not 1 <= rank <= file.rank:
@@ -142,17 +142,17 @@ def _owner(adapter: Path, subfolder: str) -> Owner:
 
 
 def _truncated(a: torch.Tensor, b: torch.Tensor, scale: float, rank: int, new_scale: float) -> Pair:
-    """Return factors truncated to ``rank``; those of a layer of lower rank (rank_pattern) are padded with zeros."""
+    # A layer of lower rank (rank_pattern) is padded with zeros.
     return padded(truncate(a, b, scale, min(rank, a.shape[0]), new_scale), rank)
 
 
 def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pattern: bool = False) -> Row:
-    """Return the rank analysis of a run directory's adapter; with ``to``, also compress the adapter to that rank. With
-    ``pattern``, each module gets its own rank: the fewest in total that keep the energy Σ s² that rank ``to`` keeps.
+    """Return the rank analysis of a run directory's adapter. With ``to``, also compress the adapter to this rank, or
+    with ``pattern`` each module to its own rank (``compress_adapter``).
 
     The compressed adapter goes to ``out``, by default ``squeeze/rank_<to>`` or ``squeeze/pattern_<to>`` beside the
-    adapter; without ``to``, the analysis goes to ``out``. Keys are those of ``analyse_adapter``, with ``compressed``,
-    the path, and ``verified``, the accuracy by rank if it was measured.
+    adapter. Without ``to``, the analysis goes to ``out``, if given. Returns the keys of ``analyse_adapter``,
+    ``compressed`` (path of the compressed adapter) and ``verified`` (accuracy by rank, if it was measured).
     """
     adapter = find_adapter(directory)
     analysis = analyse_adapter(adapter, _settings(adapter))
@@ -233,9 +233,9 @@ def _report(context: RunContext, directory: Path, analysis: Row, warn: Warn) -> 
 
 
 def log_squeeze_analysis(context: RunContext, directory: Path, report: Values, warn: Warn = lambda text: None) -> None:
-    """Send a wandb run ``squeeze-analysis`` with the variance table of ``report`` (the dict of ``squeeze_table``), in
-    the group of the analysed run. The same analysis sent again continues the same wandb run. Raises RetrainError if
-    wandb is missing or cannot start."""
+    """Send the variance table of ``report`` (from ``analyse_adapter``) to wandb, as a run ``squeeze-analysis`` in the
+    group of the analysed run. The same analysis sent again continues the same wandb run. Raises RetrainError if wandb
+    is missing or cannot start."""
     summary = ("recommended_rank", "source_rank", "min_variance_retention", "num_layers")
     facts = {key: report.get(key) for key in summary}
     columns = ("rank", "mean_variance", "min_variance", "max_variance")
@@ -261,8 +261,6 @@ def log_squeeze_analysis(context: RunContext, directory: Path, report: Values, w
 
 
 def _verified(home: Path, spec: RunSpec, adapter: Path, ranks: Sequence[int], evaluate: Evaluate) -> Row:
-    """Return the held-out accuracy of the adapter compressed to each of ``ranks``. Reuses ``verification.json`` in
-    ``home`` if it covers these ranks of the same weights."""
     out = home / VERIFICATION
     known = read_verification(out, adapter)
     if known is not None and set(ranks) <= {row["rank"] for row in known["ranks"]}:

@@ -204,8 +204,8 @@ def _answers(
 
 
 def _episodes(engine: Engine, requests: Sequence[RolloutRequest]) -> Tried:
-    """Sample and grade whole episodes; the grading seconds of each are the mean of all. Raises RunFailed for exceptions
-    of the chat template or a grader."""
+    """Sample and grade whole episodes. Every episode gets the mean of the grading seconds. Raises RunFailed for
+    exceptions of the chat template or a grader."""
     collected = collect(engine, requests)
     groups = require_graded(collected.groups)
     seconds = {name: sum(end - begin for span, begin, end in collected.spans if span == name) for name in WAITS}
@@ -228,7 +228,6 @@ def _as_text(rollout: Rollout) -> Action:
 
 
 def _grade(grader: Grader, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Action]]) -> list[Graded]:
-    """Grade every answer separately; after ``PATIENCE_S`` seconds without a grade, skip the rest."""
     graded: list[Graded] = []
     spent, any_grade = 0.0, False
     for prompt, completions in zip(prompts, sampled, strict=True):
@@ -267,8 +266,8 @@ def _graded(completion: Action, result: RewardResult, seconds: float) -> Row:
 
 
 def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: float) -> Row:
-    """Return counts and seconds of sampling. ``step_seconds`` are bounds for a training step: the time of these
-    answers, and that time scaled to the step's number of answers."""
+    """Return counts and seconds of sampling. ``step_seconds`` bounds the seconds of a training step: one bound is the
+    time of these answers, the other is this time scaled to the step's number of answers."""
     training = config.training
     answers, step = sum(map(len, sampled)), training.batch_size * training.group_size
     ends = sorted((seconds, seconds * step / answers))
@@ -283,8 +282,8 @@ def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: floa
 
 def _grading(config: Config, graded: Sequence[Graded]) -> Row:
     """Return counts and seconds of grading. ``step_seconds`` is the time for all answers of a training step, graded by
-    as many workers as the reward has. The mean leaves out the first answer, which waits for workers to start, if there
-    are others."""
+    as many workers as the reward has. The mean leaves out the first answer, which waits for workers to start, unless it
+    is the only one."""
     times = [each for _, seconds in graded for each in seconds if each == each]
     usual = times[1:] or times
     reward, training = config.reward, config.training

@@ -1,11 +1,12 @@
 """Evaluate an adapter on the held-out problems at every candidate rank, to find which rank is enough.
 
-Energy does not answer that: 95 % of it is a 22 % error of the weights. All ranks get the same problems and random
-numbers, and are compared with the full adapter problem by problem, because there is only one run; conclusions hold for
-this adapter and similar problems. A loss is excluded by Tango's score interval, which is not overconfident when all
-answers agree. The full adapter's answers are those of the run's final evaluation if it had the same sampling, so that
-there is one accuracy. Candidates are tested from the largest rank down, while they keep the full adapter's accuracy:
-this fixed order keeps the error of calling any rank enough at that of one test (Westfall and Krishen 2001).
+The energy that a rank keeps cannot tell, because 95 % energy is a 22 % error of the weights. All ranks get the same
+problems and random numbers, and are compared with the full adapter problem by problem, because there is only one run;
+conclusions hold for this adapter and similar problems. Tango's score interval, which is not overconfident when all
+answers agree, decides whether a loss of accuracy is excluded. The full adapter's answers are those of the run's final
+evaluation if it had the same sampling, so that only one accuracy is reported. Candidates are tested from the largest
+rank down until one fails. This fixed order keeps the probability of wrongly calling any rank enough at that of a single
+test (Westfall and Krishen 2001).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ TOLERANCE = 0.02  # Largest loss of accuracy that counts as small
 class RankMarks(NamedTuple):
     """Correct (1) and wrong (0) answers of adapters to the same problems.
 
-    ``marks`` is float64 [adapters, problems, samples]. ``sampled_anew``: the first adapter, the run's own, was sampled
-    again.
+    ``marks`` is float64 [adapters, problems, samples]. ``sampled_anew``: whether the answers of the first adapter, the
+    uncompressed one, were sampled for this comparison instead of taken from its run's final evaluation.
     """
 
     marks: np.ndarray
@@ -125,7 +126,6 @@ def sentence(verification: Values) -> str:
 
 
 def _accuracy(marks: np.ndarray) -> dict[str, float | None]:
-    """Return the share of correct answers [problems, samples] with its interval, clustered by problem."""
     clusters = np.arange(len(marks)).repeat(marks.shape[1])
     interval = accuracy_interval(marks.ravel(), clusters.tolist())
     return {"accuracy": interval.estimate, "low": interval.low, "high": interval.high}

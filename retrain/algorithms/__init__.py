@@ -99,7 +99,7 @@ class Modes:
 def load_modes(algorithm: AlgorithmSection, base_dir: Path | None = None) -> Modes:
     """Return the modes that ``[algorithm]`` names, plug-ins loaded from ``base_dir`` or the current directory.
 
-    Raises PluginError when one cannot be loaded.
+    Raises PluginError when a plug-in cannot be loaded.
     """
 
     def load(key: str) -> Named:
@@ -110,8 +110,8 @@ def load_modes(algorithm: AlgorithmSection, base_dir: Path | None = None) -> Mod
 
 
 def load_detector(config: Config, base_dir: Path | None = None) -> Detector:
-    """Return the configured detector; a plug-in is loaded from ``base_dir`` or the current directory. Raises
-    PluginError."""
+    """Return the configured detector. A plug-in is loaded from ``base_dir`` or the current directory; PluginError is
+    raised if that fails."""
     name = config.planning.detector
     if name == "regex":
         return RegexDetector(tuple(config.logging.strategic_grams or STRATEGIC_GRAMS))
@@ -129,7 +129,7 @@ def build_algorithm(
         SpreadAdvantage(config.algorithm.keeps_uniform_groups),
         TokenUncertainty(modes.uncertainty),
         *_token_credit(config, modes, stream),
-        # After token credit, which distributes the reward alone.
+        # After token credit, which distributes only the reward.
         *_teacher(config),
         # Last: M2PO reads the final advantages, and the divisor counts the tokens that still train.
         *_rejection(config),

@@ -154,8 +154,8 @@ def pad_field(rollouts: Sequence[CreditedRollout], name: str, dtype: type = np.f
 
 
 def discard_by_tokens(batch: CreditedBatch) -> CreditedBatch:
-    """Return the batch with exactly those groups discarded whose token advantages are all 0, for credit that replaces
-    episode advantages."""
+    """Return the batch in which exactly the groups whose token advantages are all 0 are discarded; a group without
+    token advantages keeps its ``discarded``. For steps that replace the advantages of all tokens."""
     reasons = []
     for group in batch.groups:
         rows = [rollout.token_advantages_T for rollout in group.rollouts if rollout.token_advantages_T is not None]
@@ -167,8 +167,8 @@ def discard_by_tokens(batch: CreditedBatch) -> CreditedBatch:
 def samples_of_rollout(rollout: Rollout) -> list[Sample]:
     """Return the rollout's token sequences as the policy saw them, without tokenising again.
 
-    There is one sample, and one more per rewrite of the conversation; none if the policy never acted. Advantages and
-    loss masks are 0.
+    There is one sample, and one more for each time that the conversation was rewritten. There is none if the policy
+    never acted. Advantages and loss masks are 0.
     """
     return [_flatten(turns) for turns in split_sequences(rollout.turns)]
 
@@ -188,7 +188,7 @@ def scores_by_rollout(scores: Scores, groups: Sequence[Group]) -> Scores:
 
 
 def join_by_rollout(rows_by_sample: Iterable[np.ndarray], rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-    """Return the arrays [T] of the rollouts' samples, joined to one for each rollout."""
+    """Join the arrays [T] of all samples, in order, to one array for each rollout."""
     rows = iter(rows_by_sample)
     # The empty array stands in for a rollout in which the policy never acted; concatenate() of nothing raises.
     return [np.concatenate([np.zeros(0), *islice(rows, rollout.sequences)]) for rollout in rollouts]

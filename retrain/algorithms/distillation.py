@@ -1,9 +1,9 @@
 """Teachers of on-policy distillation, and the privileged context that a teacher reads and its student does not.
 
-Weights of the policy's own base (an adapter, or none) are scored by the policy itself, with its micro-batches and its
-ranks; another model is a second base in memory with the same vocabulary. A teacher that reads the solution may have the
-student's weights (OPSD, arXiv 2601.18734; SDPO, 2601.20802): its context makes tokens that lead to the solution more
-probable.
+A teacher over the policy's base, with an adapter or without, is scored by the policy itself, with its micro-batches and
+ranks. Another model is a second base in memory and must have the same vocabulary. A teacher that reads the solution may
+have the student's weights (OPSD, arXiv 2601.18734; SDPO, 2601.20802), because its context makes tokens that lead to the
+solution more probable.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,16 @@ from retrain.types import Group, Rollout, Sample, Want
 class TeacherContext:
     """Builds the prompts of a teacher: the rollout's prompt, with privileged context at the end of its last message.
 
-    A prompt has at most ``longest`` tokens together with the completion that follows; the chat template is the same.
+    A prompt has at most ``longest`` tokens together with the completion that follows. The student's chat template is
+    used.
     """
 
     def __init__(self, renderer: Renderer, section: Distillation, longest: int):
         self.renderer, self.kind, self.text, self.longest = renderer, section.context, section.context_template, longest
 
     def prompts(self, group: Group) -> list[tuple[int, ...] | None]:
-        """Return each rollout's prompt as its teacher reads it; None where there is nothing to add or no room."""
+        """Return the teacher's prompt for each rollout; None if there is no context to add or the prompt is too
+        long."""
         return [self._prompt(group, rollout) for rollout in group.rollouts]
 
     def _prompt(self, group: Group, rollout: Rollout) -> tuple[int, ...] | None:
@@ -56,13 +58,13 @@ class TeacherContext:
 
 
 class Teacher(Protocol):
-    """Scores sampled tokens. ``identity`` names the weights, so that a resumed run notices other ones."""
+    """Scores sampled tokens. ``identity`` names the weights, so that a resumed run notices if they have changed."""
 
     identity: str
 
     def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Return the teacher's log-probabilities (nats) of each sample's sampled tokens [T], of the distribution that
-        ``policy`` trains on: at the same temperature, over the same support."""
+        """Return the teacher's log-probabilities (nats) of each sample's sampled tokens [T], with the temperature and
+        the supports that ``policy`` trains with."""
         ...
 
 
@@ -85,7 +87,8 @@ def teacher_logprobs(
 
 
 def teacher_prompts(groups: Sequence[Group], context: TeacherContext | None) -> list[tuple[int, ...] | None]:
-    """Return the prompt that the teacher of each rollout reads; () means the rollout's prompt, None no teacher."""
+    """Return the prompt that the teacher reads for each rollout: () stands for the rollout's own prompt, None for no
+    teacher."""
     if context is None:
         return [()] * sum(len(group.rollouts) for group in groups)
     return [prompt for group in groups for prompt in context.prompts(group)]
@@ -153,7 +156,7 @@ class ModelTeacher:
         self.identity = f"model {base.fingerprint}"
 
     def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Raises RunFailed for a sample that is longer than the teacher's context."""
+        """Score the samples. Raises RunFailed if one is longer than the teacher's context."""
         longest = max(map(len, samples), default=0)
         if longest > self.base.context_length:
             raise RunFailed(

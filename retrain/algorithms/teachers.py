@@ -107,7 +107,7 @@ def _teacher(config: Config, source: TeacherSource, base: BaseModel, lanes: Lane
 
 def _adapter(directory: Path, subject: str, base: BaseModel, lanes: Lanes) -> AdapterTeacher:
     fingerprint, dtype = recorded_base(directory)
-    # A fingerprint is of bits: in another number format that of the same weights differs.
+    # A fingerprint hashes bits, so the same weights in another number format have another one.
     if fingerprint and fingerprint != base.fingerprint and dtype == str(base.dtype).removeprefix("torch."):
         raise UsageError(f"{subject}: it was trained on other weights than those of {base.name}")
     stored = read_adapter(directory)

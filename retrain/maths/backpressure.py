@@ -76,7 +76,7 @@ def fit_usl(loads: Sequence[float], throughputs: Sequence[float]) -> UslFit:
 @dataclass(frozen=True)
 class PressureLimits:
     """Limits of the controller. The target load is ``throttle_margin``·n*; a load is increased only below
-    ``increase_margin``·target. A peak of 0 is unknown: there is no roofline then."""
+    ``increase_margin``·target. A peak rate of 0 means that it is unknown, so that no roofline is computed."""
 
     min_load: int = 1
     max_load: int = 64
@@ -92,13 +92,14 @@ class PressureLimits:
 
 @dataclass(frozen=True)
 class Decision:
-    """The next load.
+    """The controller's decision on the next load.
 
-    ``action``: hold, increase or throttle, to ``load``. ``basis``: ``warmup`` (too few points), ``explore`` (the data
-    do not yet show where n* is), ``unbounded`` (κ ≈ 0 over the whole allowed range: grow to the maximum) or ``fit``.
-    ``regime``: warmup, optimal, retrograde, memory_bound or compute_bound. ``n_star`` is None unless the basis is
-    ``fit``. With any fit, ``best_load`` is the allowed load of the highest predicted throughput, and ``utilization``
-    the current throughput divided by that prediction.
+    ``load``: the next load. ``action``: hold, increase or throttle, by comparison with the present load. ``basis``:
+    ``warmup`` (too few points), ``explore`` (the data do not yet show where n* is), ``unbounded`` (κ ≈ 0 over the
+    allowed range, so the load goes to the maximum) or ``fit``. ``regime``: warmup, optimal, retrograde, memory_bound or
+    compute_bound. ``n_star`` is None unless the basis is ``fit``. If a curve was fitted, ``best_load`` is the allowed
+    load with the highest predicted throughput, and ``utilization`` the last measured throughput divided by this
+    prediction.
     """
 
     action: str
@@ -152,10 +153,10 @@ def decide(
 ) -> Decision:
     """Return the next load from all (load, throughput) pairs so far, the latest last.
 
-    Acts on n* only when κ̂ − 2·SE > 0 and the observed loads bracket n*. With fewer than three different loads it
-    doubles the load, or halves it if the double was measured. Then it explores: towards a peak that the fit places
-    outside the observed loads, else upwards by doubling; once the maximum was measured without a peak, it stays there.
-    ``flops_per_byte``: arithmetic intensity of decoding, for the roofline.
+    With fewer than three different loads, the load is doubled, or halved if the double was measured. After that, a
+    curve is fitted. The load follows n* only when κ̂ − 2·SE > 0 and the observed loads bracket n*. Until then it
+    explores: towards an n* that lies outside the observed loads, else upwards by doubling; once the maximum was
+    measured without a peak, it stays there. ``flops_per_byte``: arithmetic intensity of decoding, for the roofline.
     """
     load = int(limits.allowed(int(current_load)))
     roofline = roofline_regime(limits, flops_per_byte)
@@ -197,7 +198,7 @@ def _move_to_peak(
 
 
 def _unmeasured(loads: Sequence[float], load: int, limits: PressureLimits) -> int:
-    """Return the first load not yet measured of twice, half, a quarter … of ``load``, or twice if all were."""
+    """Return the first of 2, 1/2, 1/4, … times ``load`` that was not measured yet; twice ``load`` if all were."""
     candidates = [min(2 * load, limits.max_load)]
     while load // 2 >= limits.min_load and load > 1:
         load //= 2

@@ -1,11 +1,11 @@
 """Score intervals for means of bounded values: differences of two models on the same problems, or scores in [0, 1].
 
-Wilson's interval (1927) has the shares θ that the data do not contradict, with the variance under θ rather than that of
-the data. Tango's (1998) is the same for the difference of two paired shares, with the most likely probabilities of the
-answers gained and lost that have this difference. Here the unit is the problem, and a problem's value may be any number
-between the bounds: the mean of several samples, a pass@k. The most likely distribution with the mean θ then reweights
-the observed values, and puts on the bound beyond them what reweighting cannot reach (Owen's 1988 empirical likelihood
-with two more possible values). With values 0 and 1 this is Wilson's interval, with −1, 0 and 1 Tango's.
+Wilson's interval (1927) contains the shares θ that a test does not reject, where the test takes the variance under θ
+instead of the variance of the data. Tango's (1998) does the same for the difference of two paired shares, with the most
+likely probabilities of gained and lost answers that have this difference. Here the unit is the problem, and a problem's
+value may be any number between the bounds: the mean of several samples, a pass@k. The most likely distribution with the
+mean θ then reweights the observed values and may put weight on a bound, observed or not (Owen's 1988 empirical
+likelihood with two more possible values). With values 0 and 1 this is Wilson's interval, with −1, 0 and 1 Tango's.
 
 Unobserved values therefore count: n equal values leave q²/(n + q²) of the way to each bound open (q: the quantile).
 Coverage: ``benchmarks/intervals.py``.
@@ -25,9 +25,9 @@ HALVINGS = 45  # They cut a path of length 2 to 6e-14, below what any printed in
 def bounded_mean_interval(values: Values, low: float, high: float, *, t: bool = False) -> Interval:
     """Return the mean of independent values in [low, high] with its score interval, within the bounds.
 
-    The quantile is the normal one, as in Tango's interval; with ``t`` it is Student's, with n − 1 for n in the
-    variance, as in ``statistics.accuracy_interval``. Ends are None with one value. Raises ValueError for no value, or
-    one outside the bounds.
+    The quantile is the normal one, as in Tango's interval. With ``t`` it is Student's, and the variance has n − 1 in
+    place of n, as in ``statistics.accuracy_interval``. Ends are None with one value. Raises ValueError for no value, or
+    a value outside the bounds.
     """
     x = _vector(values, "values")
     if not len(x) or x.min() < low - ROUNDING or x.max() > high + ROUNDING:
@@ -43,12 +43,13 @@ def bounded_mean_interval(values: Values, low: float, high: float, *, t: bool = 
 
 
 def smallest_room(rooms: Table, shares: Table, size: float, quantile: float) -> Table:
-    """Return, for each row of ``shares`` [N, values], the smallest mean distance to a bound that is at most
-    ``quantile`` of its standard errors from the data. ``rooms`` [N or 1, values]: distances of the values to the bound;
-    ``size``: number of observations. The upper end of a score interval is the upper bound minus the result.
+    """Return, for each row of ``shares`` [N, values], the smallest mean distance to a bound that the score test does
+    not reject: the observed mean distance is at most ``quantile`` standard errors away. ``rooms`` [N or 1, values]:
+    distances of the values to the bound; ``size``: number of observations. The upper end of a score interval is the
+    upper bound minus the result.
 
-    The most likely distributions of given means form one path: weights share/(room + e), from e = ∞ (the data) to 0,
-    then mixed with a share from 0 to 1 of the bound itself. Bisection finds the end on this path.
+    The most likely distributions of all means form one path. Its weights are share/(room + e), with e from ∞ (the data)
+    to 0; after that, the bound itself gets a share from 0 to 1. Bisection finds the last accepted point of the path.
     """
     # Every room is 0 when all values lie on the bound; 1e-300 keeps the divisions below finite.
     scale = np.maximum(rooms.max(axis=1, keepdims=True), 1e-300)
@@ -64,7 +65,8 @@ def smallest_room(rooms: Table, shares: Table, size: float, quantile: float) -> 
 
 
 def _on_path(rooms: np.ndarray, shares: np.ndarray, at: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and variance at points ``at`` [N] of the path: 0 to 1 is e from ∞ to 0, 1 to 2 the bound's share."""
+    """Return mean and variance at points ``at`` [N] of the path. From 0 to 1, e falls from ∞ to 0; from 1 to 2, the
+    share of the bound grows from 0 to 1."""
     # at = 0 stands for e = ∞; a tiny tilt in its place keeps the quotient finite.
     tilt = np.clip(at, 1e-15, 1.0)[:, None]
     offset = scale * (1.0 - tilt) / tilt

@@ -1,9 +1,9 @@
 """Corrections of the mismatch between sampler and trainer, and the rejection of whole sequences.
 
 With w = π_trainer/π_sampler of a token and W the product of w over its sequence, a *correction* weighs the policy loss
-of every token by w or W, bounded; a *rejection* masks whole sequences. Both are constants of the gradient, and compare
-the sampler with the trainer before the update ("When Speed Kills Stability", and the papers named below). A sequence is
-a row: every action token of a sample.
+of every token by w or W, within bounds; a *rejection* masks whole sequences. Both compare the sampler with the trainer
+before the update and carry no gradient ("When Speed Kills Stability", and the papers named below). A sequence is a row:
+every action token of a sample.
 """
 
 import math
@@ -22,9 +22,10 @@ SEQUENCE = ("seq_tis", "seq_mis")  # Corrections by W
 class Correction:
     """A weight of the policy loss: ``kind`` is one of [algorithm] correction, ``low`` and ``high`` bound it.
 
-    With w = π_trainer/π_sampler of a token and W its product over the sequence: ``tis`` min(w, high) (truncated
-    importance sampling); ``mis`` w where w ≤ high, else 0 (masked); ``icepop`` w inside [low, high], else 0 (arXiv
-    2510.18855); ``decoupled`` w itself (arXiv 2110.00641); ``seq_tis`` and ``seq_mis`` as ``tis`` and ``mis`` with W.
+    With w = π_trainer/π_sampler of a token and W its product over the sequence, the weight is, by ``kind``: ``tis``
+    min(w, high) (truncated importance sampling); ``mis`` w where w ≤ high, else 0 (masked); ``icepop`` w inside [low,
+    high], else 0 (arXiv 2510.18855); ``decoupled`` w itself (arXiv 2110.00641); ``seq_tis`` and ``seq_mis`` like
+    ``tis`` and ``mis``, with W in place of w.
     """
 
     kind: str
@@ -50,8 +51,9 @@ def kept_sequences(
 ) -> Mask_B1:
     """Return the mask of sequences that train, bool [B, 1].
 
-    ``geometric``: the geometric mean of w, exp(mean log w), lies in [low, high]; ``k3``: mean(w − 1 − log w) ≤ high;
-    ``veto``: no token has w < low. Means are over ``mask_BT``. An empty sequence is kept.
+    The condition is, by ``kind``: ``geometric``, that the geometric mean of w, exp(mean log w), lies in [low, high];
+    ``k3``, that mean(w − 1 − log w) ≤ high; ``veto``, that no token has w < low. Means are over ``mask_BT``. An empty
+    sequence is kept.
     """
     # float64: the sum of a long sequence is compared with a threshold, which float32 rounding could cross.
     log_BT = log_ratio(old_logprobs_BT.detach(), sampler_logprobs_BT, mask_BT).double()

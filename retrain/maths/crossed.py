@@ -19,8 +19,8 @@ def new_problems_interval(values: Table, level: float = 0.95, resolution: float 
     """Return the mean of condition 0 minus condition 1, and an interval that holds for other seeds on new, similar
     problems.
 
-    ``values`` [seeds, problems, 2] are scores of every problem, means over its samples. The variance is at least that
-    over seeds alone and that over problems alone, and that of rounding scores to ``resolution``. Ends are None with
+    ``values`` [seeds, problems, 2] are scores of every problem, means over its samples. The variance is at least the
+    one over seeds alone, the one over problems alone, and that of rounding scores to ``resolution``. Ends are None with
     fewer than two seeds or problems. Raises ValueError for another shape or values that are not finite.
     """
     x = np.asarray(values, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Divergences of a student's whole distributions from a teacher's."""
+"""Divergences of a student's full-vocabulary distributions from a teacher's."""
 
 import math
 

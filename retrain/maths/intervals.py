@@ -3,8 +3,8 @@
 The bootstrap does not work for so few: the percentile interval of a mean covers 84 % instead of 95 % with five seeds,
 because resamples of five values are too narrow by √(4/5) and lack the tails of the t distribution. Instead:
 
-- levels of a condition, ``mean_interval``: t, and for shares Wilson's score interval with the variance of the seeds;
-- interquartile means, ``iqm_interval``: Tukey and McLaughlin's trimmed t, with the quantile that normal seeds need.
+- ``mean_interval``, the mean of a condition: t, and for shares Wilson's score interval with the variance over seeds;
+- ``iqm_interval``, interquartile means: Tukey and McLaughlin's trimmed t, with a quantile for normal samples.
 """
 
 import math
@@ -17,20 +17,21 @@ from retrain.maths.statistics import Interval, _t_quantile, _vector, iqm, score_
 
 ROUNDING = 1e-12  # Tolerance for equal values, and for shares beyond 0 and 1
 SIMULATED_SEEDS = 50  # Largest n with a simulated quantile; above it Student's is within 2 %
-# Normal samples behind that quantile: a standard error of 0.5 % up to 95 %, which moves coverage by 0.1 points
+# Normal samples for a simulated quantile: its standard error of 0.5 % moves coverage by 0.1 points
 SIMULATIONS = 100_000
 
 
 def mean_interval(values: Values, *, share: bool = False, resolution: float = 0.0) -> Interval:
-    """Return the mean over seeds with its t interval; for shares, which are skewed near 0 and 1, with a score interval.
+    """Return the mean over seeds with its t interval, or for shares, which are skewed near 0 and 1, a score interval.
 
-    A share θ near an end has less room to vary: its variance is taken as proportional to θ(1−θ), with the factor that
-    the seeds show. That is Wilson's interval at the effective size m(1−m)·n/s² with n − 1 degrees of freedom, as in
-    surveys (Franco, Little, Louis and Slud 2019); in the middle of the scale it is the t interval.
+    A share θ near an end has less room to vary, so its variance is taken as proportional to θ(1−θ), with a factor
+    estimated from the seeds. With mean m and standard deviation s of n seeds this is Wilson's interval at the effective
+    size m(1−m)·n/s² with n − 1 degrees of freedom, as in surveys (Franco, Little, Louis and Slud 2019). In the middle
+    of the scale it is the t interval.
 
-    ``resolution`` is the step of the scale that the values lie on, 1/(problems × samples) for an accuracy: seeds never
-    vary less than rounding to it does (step/√12), so that equal values have an interval too. Ends are None with one
-    value. Raises ValueError for no value, non-finite ones, or shares outside [0, 1].
+    ``resolution`` is the step between possible values, 1/(problems × samples) for an accuracy. s is at least the
+    standard deviation of rounding to this step (step/√12), so that equal values have an interval too. Ends are None
+    with one value. Raises ValueError for no value, non-finite ones, or shares outside [0, 1].
     """
     x = _vector(values, "values")
     n = len(x)
@@ -58,8 +59,9 @@ def iqm_interval(values: Values, *, resolution: float = 0.0) -> Interval:
     of n values and their Winsorised squares.
 
     Their quantile, Student's with h − 1 degrees of freedom, holds for many values; for five to sixteen normal values it
-    covers 93.6 to 94.1 %. The quantile used here is simulated for normal samples of size n. ``resolution`` as for
-    ``mean_interval``. Ends are None with fewer than four values (nothing can be trimmed).
+    covers 93.6 to 94.1 %. The quantile used here is simulated for normal samples of size n. ``resolution`` is the step
+    between possible values, as in ``mean_interval``. Ends are None with fewer than four values, of which none can be
+    trimmed.
     """
     x = np.sort(_vector(values, "values"))
     if not len(x):

@@ -1,4 +1,4 @@
-"""Log ratios of two policies on sampled tokens: importance ratios, their statistics, and KL estimates.
+"""Log ratios of two policies on sampled tokens, with importance ratios, their statistics, and KL estimates.
 
 Tensors are [B, T] with a row for each sequence; padding may hold any value. Micro-batches add up their sums
 (``add_sums``), so that cutting a step into micro-batches cannot change its metrics.
@@ -63,8 +63,8 @@ def ratio_sums(
     """Return the sums behind the ratio and clipping metrics, 0-dim float64 tensors, without device synchronisation.
 
     With d = log π_sampler − log π_train = −log ρ: ``k1`` Σd, ``k2`` Σ½d², ``k3`` Σ(e^−d − 1 + d); ``moved`` equals
-    ``k2``. ``low_BT`` and ``high_BT`` mark clipped tokens; ``clip_low_min`` and ``clip_high_max`` are the smallest and
-    the largest share of them in a sequence.
+    ``k2``. ``low_BT`` and ``high_BT`` mark clipped tokens: ``clip_low_min`` is the smallest share of low ones in a
+    sequence, ``clip_high_max`` the largest share of high ones.
     """
     mask_BT = mask_BT.to(torch.bool)
     weight_BT = mask_BT.to(torch.float64)
@@ -99,8 +99,8 @@ def ratio_sums(
 def mismatch_sums(
     logprobs_BT: Floats_BT, old_logprobs_BT: Floats_BT, sampler_logprobs_BT: Floats_BT, mask_BT: Mask_BT
 ) -> Sums:
-    """Return the sums that compare trainer and sampler when the loss has the ratio π/π_old: ``k1`` and ``k2`` of π_old,
-    the trainer before the first of several updates, and ``k3`` of π, the policy now."""
+    """Return the sums that compare trainer and sampler for losses with the ratio π/π_old: ``k1`` and ``k2`` compare the
+    sampler with π_old (the policy before the first of several updates), ``k3`` with π (the present policy)."""
     weight_BT = mask_BT.to(torch.float64)
     before_BT = -log_ratio(old_logprobs_BT, sampler_logprobs_BT, mask_BT).to(torch.float64) * weight_BT
     now_BT = -log_ratio(logprobs_BT, sampler_logprobs_BT, mask_BT).to(torch.float64) * weight_BT

@@ -1,8 +1,8 @@
 """LoRA-Squeeze (arXiv 2602.10993): the exact spectrum of ΔW = s·B·A without forming it, and truncation to a rank.
 
 QR of the two thin factors leaves an r × r core whose singular values are those of ΔW. Energy of the first k values,
-V(k) = Σ_{i≤k} s_i²/Σ s_i², is a squared error: 95 % energy is a 22.4 % error of the weights, so both are shown. Energy
-alone does not say that an adapter still works; that takes an evaluation of the compressed adapter.
+V(k) = Σ_{i≤k} s_i²/Σ s_i², is a squared error: 95 % energy is a 22.4 % error of the weights, so both are shown. Whether
+an adapter still works does not follow from its energy; it has to be evaluated after compression.
 
 Factors are as PEFT stores them, A [r, in] and B [out, r]; for embeddings (A [r, vocabulary], B [dim, r]) ΔW is the
 transpose, with the same values. Half-precision factors are computed in float32, float64 stays.
@@ -22,7 +22,8 @@ ENERGY_TOLERANCE = 1e-9
 
 
 def _factors(A_r_in: FactorA, B_out_r: FactorB) -> tuple[FactorA, FactorB]:
-    """Return both factors, detached, in a dtype that LAPACK has; ValueError for wrong shapes or non-finite values."""
+    """Return both factors, detached, in a dtype that LAPACK has. Raises ValueError for wrong shapes or non-finite
+    values."""
     if A_r_in.dim() != 2 or B_out_r.dim() != 2 or A_r_in.shape[0] != B_out_r.shape[1]:
         raise ValueError(f"expected A [r, in] and B [out, r]: got {tuple(A_r_in.shape)} and {tuple(B_out_r.shape)}")
     dtype = torch.float64 if torch.float64 in (A_r_in.dtype, B_out_r.dtype) else torch.float32
@@ -46,7 +47,8 @@ def analyse(A_r_in: FactorA, B_out_r: FactorB, scale: float) -> Doubles_K:
 
 
 def energy(singular_values: Spectrum) -> Doubles_K | None:
-    """Return V(k) for k = 1 … len, float64, ending in exactly 1; None when ΔW = 0 (an untrained module)."""
+    """Return the energy V(k) = Σ_{i≤k} s_i²/Σ s_i² for k = 1 … len, float64, ending in exactly 1. None when ΔW = 0 (an
+    untrained module)."""
     squares = singular_values.to(torch.float64).square()
     total = squares.sum()
     if float(total) == 0.0:
@@ -59,7 +61,8 @@ def energy(singular_values: Spectrum) -> Doubles_K | None:
 
 @dataclass(frozen=True)
 class SqueezeRow:
-    """One rank: energy kept over the trained modules, and √(1 − mean energy), the relative error of the weights."""
+    """The energy that one rank keeps in the trained modules, and the relative error of the weights, √(1 − mean
+    energy)."""
 
     rank: int
     mean_energy: float
@@ -72,9 +75,9 @@ class SqueezeRow:
 class SqueezeAnalysis:
     """The squeeze table of an adapter.
 
-    ``recommended`` is None when nothing can be recommended, ``reason`` says why or by what rule; ``worst_module`` is
-    the one that keeps least energy at the recommended rank; ``rank_pattern`` has ranks by module that keep the same
-    total energy; ``untrained`` lists the modules with ΔW = 0, which count in no average.
+    ``recommended``: the recommended rank, None if there is none; ``reason`` explains either. ``worst_module``: the
+    module that keeps least energy at the recommended rank. ``rank_pattern``: ranks by module that keep the same total
+    energy. ``untrained``: modules with ΔW = 0, which count in no average.
     """
 
     source_rank: int
@@ -126,8 +129,8 @@ def recommend(
 
 
 def rank_pattern(spectra: Mapping[str, AnySpectrum], uniform_rank: int) -> dict[str, int]:
-    """Return the fewest ranks, by module, that together keep at least the energy Σ s² of ``uniform_rank`` in all
-    modules.
+    """Return ranks by module, with the smallest sum that keeps at least the energy Σ s² that ``uniform_rank`` keeps in
+    all modules together.
 
     The largest singular values of all modules together are kept (Eckart–Young over the block-diagonal ΔW), at least one
     per module because PEFT has no rank 0.

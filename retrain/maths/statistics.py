@@ -77,10 +77,10 @@ def score_interval(p: float, size: float, quantile: float) -> Interval:
 
 
 def gini(values: Values, lowest: float | None = None) -> float | None:
-    """Return Σ|x_i − x_j|/(2n²x̄)·n/(n−1) in [0, 1]: 0 for equal values (up to rounding, also all 0), 1 when one value
-    holds everything, by the factor n/(n−1).
+    """Return the Gini coefficient Σ|x_i − x_j|/(2n²x̄)·n/(n−1) in [0, 1]: 0 for values that are equal up to rounding
+    (also all 0); 1, owing to the factor n/(n−1), when all values but one are 0.
 
-    The coefficient is one of amounts counted from 0. Values that can be negative are counted from ``lowest``, the
+    The coefficient is defined for amounts from 0 upwards. Values that can be negative are counted from ``lowest``, the
     smallest possible value, or from the smallest value if that is lower. None for fewer than two values. Raises
     ValueError for NaN.
     """
@@ -99,8 +99,8 @@ def gini(values: Values, lowest: float | None = None) -> float | None:
     return min(max(pair_sum / (2.0 * n * float(x.sum())) * n / (n - 1), 0.0), 1.0)
 
 
-# Scores of one problem: n samples of it, c of them correct. k samples out of n are neither the first k (which wastes
-# the rest) nor all subsets (too many): pass@k has a closed form, majorities are averaged over disjoint blocks of k.
+# Scores of one problem with n samples, c of them correct. Taking the first k samples would waste the others, and all
+# subsets are too many: pass@k has a closed form, and majorities are averaged over disjoint blocks of k samples.
 
 
 def sensible_ks(samples: int) -> list[int]:
@@ -128,9 +128,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def majority(answers_N: Sequence[Hashable | None], correct_N: Sequence[bool], k: int) -> float:
     """Return maj@k of one problem: the mean vote of the ⌊n/k⌋ disjoint blocks of k samples.
 
-    A vote is 1 if the block's most frequent answer is correct, else 0, and the mean over tied answers. None is "no
-    answer" and has no vote; without any vote the result is 0. An answer whose samples were graded differently counts
-    with their share of correct grades.
+    A vote is 1 if the block's most frequent answer is correct, else 0; tied answers are averaged. None means "no
+    answer" and is not counted; a block without answers has a vote of 0. An answer whose samples were graded differently
+    counts with their share of correct grades.
     """
     blocks = [slice(start, start + k) for start in range(0, len(answers_N) - k + 1, k)]
     if not blocks:
@@ -172,8 +172,8 @@ def bootstrap_interval(
 
     ``statistic`` takes the columns [..., rows] and returns one number for each leading index. A bootstrap from few
     values is too narrow, so the percentiles are Φ(∓√(n/(n−1))·t), which cover 95 % for normal data (Hesterberg 2015,
-    section 3.1). The estimate is that of the values as given; ends are None with one row. Raises ValueError for no
-    value, non-finite ones and columns of different lengths.
+    section 3.1). The estimate is ``statistic`` of the original rows; ends are None with one row. Raises ValueError for
+    no value, non-finite ones and columns of different lengths.
     """
     from scipy.special import ndtr
 
@@ -238,8 +238,7 @@ def holm(p: Values) -> list[float]:
     x = _vector(p, "p")
     order = np.argsort(x, kind="stable")
     adjusted = np.empty(len(x))
-    # Step-down: the i-th smallest p is multiplied by the number of those not smaller, and adjusted values never
-    # decrease.
+    # Step-down: the i-th smallest of n p-values is multiplied by n − i + 1, and adjusted values never decrease.
     adjusted[order] = np.minimum(np.maximum.accumulate(x[order] * np.arange(len(x), 0, -1)), 1.0)
     return adjusted.tolist()
 

@@ -45,7 +45,8 @@ def bundled_model_path(name: str) -> Path | None:
 
 
 def bundled_name(model: str) -> str | None:
-    """Return the bundled model's name, given that name or a path to its directory in any installation; else None."""
+    """Return the name of a bundled model, given by name or by the path of its directory in any installation. Return
+    None for other models."""
     if model in BUNDLED:
         return model
     parts = Path(model).parts[-3:]
@@ -98,8 +99,8 @@ def model_directory(name: str, revision: str | None) -> Path:
 
 
 def model_fault(name: str, *, trust_remote_code: bool = False) -> str:
-    """Return why ``name`` (a directory, bundled model or hub name) is no loadable model, or "". Hub names are only
-    checked for their form and for misspelt bundled names, because they may be downloaded."""
+    """Return why ``name`` (a directory, bundled model or hub name) cannot be loaded, or "". A hub name is only checked
+    for its form and for similarity to a bundled name, because the model may have to be downloaded."""
     directory = local_directory(name)
     if directory is not None:
         return directory_fault(directory, trust_remote_code=trust_remote_code)
@@ -254,7 +255,6 @@ def _check_tokenizer(directory: Path, trust_remote_code: bool) -> None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ModelError if it holds anything else."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):

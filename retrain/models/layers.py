@@ -41,7 +41,8 @@ prefill and fragmentation), and for the activations that a micro-batch saves for
 GPU_MICRO_BATCH_TOKENS = (512, 32768)
 """Minimum and maximum number of tokens of a micro-batch on a GPU; more would not raise its utilisation."""
 GPU_MOST_ROWS, GPU_COLUMNS = 4096, 128
-"""Rows of a GPU's decode batch beyond which decoding is compute-bound; unit, in tokens, of its KV cache's length."""
+"""Rows of a GPU's decode batch beyond which decoding is compute-bound. Tokens of which the length of its KV cache is a
+multiple."""
 
 
 def targeted(layer: str, targets: str | Sequence[str]) -> bool:
@@ -83,9 +84,9 @@ def gpu_token_budget(free_bytes: int, token_bytes: int) -> int:
 
 
 def fitting_lanes(usable: int, copy: int, update: int, lanes: Iterable[tuple[int, int]]) -> int:
-    """Return how many of ``lanes``, taken in order, fit into ``usable`` bytes. A lane is (bytes always resident:
-    adapter, critic, optimizers; bytes of its minimal KV cache). All share one ``copy`` of the weights. The caches and
-    one ``update`` are never in memory at once, so the larger counts."""
+    """Return how many of ``lanes``, taken in order, fit into ``usable`` bytes. Each lane is a pair of byte
+    counts: what is always in memory (adapter, critic, optimizers), and its minimal KV cache. All lanes share one
+    ``copy`` of the weights. The caches and one ``update`` are never in memory at once, so the larger counts."""
     resident, caches, fitting = copy, 0, 0
     for lane_resident, cache in lanes:
         resident, caches = resident + lane_resident, caches + cache
@@ -198,7 +199,6 @@ class Architecture:
         return self.layers * sum(a * b * (experts if name.startswith("mlp.") else 1) for name, (a, b) in shapes)
 
     def adapter_parameters(self, rank: int, target_modules: str | Sequence[str]) -> int:
-        """Return the number of LoRA parameters: rank·(inputs + outputs) of every adapted linear layer."""
         return rank * sum(
             (inputs + outputs) * (self.experts if name.startswith("mlp.") else 1)
             for layer in range(self.layers)
@@ -216,7 +216,7 @@ class Architecture:
         Saved are the inputs of norms, linear layers and attention, the output of attention, and both halves of the MLP.
         """
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        wide = self.active_experts * self.intermediate  # of all experts that a token meets
+        wide = self.active_experts * self.intermediate  # over all experts that process a token
         norms = 2 * self.hidden + self.head_norms * (queries + keys)
         linear = 2 * self.hidden + queries + wide
         attention = 2 * queries + 2 * keys

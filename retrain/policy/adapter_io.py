@@ -54,9 +54,10 @@ def padded(pair: Pair, rank: int) -> Pair:
 
 
 class AdapterFile:
-    """A PEFT LoRA directory open for reading (``with``): ``modules`` and ``scales`` by module path, tensors on demand.
+    """A PEFT LoRA directory that is open for reading, for use in a ``with`` statement. By module path, ``modules``
+    holds keys and shapes of the factors, and ``scales`` the factor of B·A; ``factors`` reads tensors on demand.
 
-    Scales respect rsLoRA, ``rank_pattern`` and ``alpha_pattern``. ``others``: keys of tensors that are not LoRA factors
+    Scales follow rsLoRA, ``rank_pattern`` and ``alpha_pattern``. ``others``: keys of tensors that are not LoRA factors
     (DoRA, biases, full modules). Raises ModelError if there is no LoRA adapter in safetensors.
     """
 
@@ -99,8 +100,8 @@ class AdapterFile:
             raise ModelError(f"{self.directory} is more than a LoRA adapter ({part}): only plain ones are rewritten")
 
     def _scale(self, name: str, rank: int) -> float:
-        """Return alpha/r, or alpha/√r with rsLoRA. Raises ModelError if the configured rank is not ``rank``, that of
-        the tensors, or if float32 cannot hold the scale."""
+        """Return the factor of B·A: alpha/r, or alpha/√r with rsLoRA. Raises ModelError if the configured rank differs
+        from ``rank``, which the tensors have, or if float32 cannot hold the factor."""
         named = _setting(self.config, "r", "rank_pattern", name)
         if named not in (None, rank):
             raise ModelError(
@@ -144,14 +145,16 @@ def _setting(config: Mapping[str, Any], key: str, pattern: str, name: str) -> An
 
 @dataclass
 class StoredAdapter:
-    """A PEFT adapter in memory: by module path (A [r, in], B [out, r]) and the scale of ΔW."""
+    """A PEFT adapter in memory. By module path, ``tensors`` holds (A [r, in], B [out, r]) and ``scales`` the factor of
+    B·A."""
 
     tensors: dict[str, Pair]
     scales: dict[str, float]
     config: dict
 
     def require_scale(self, scale: float, named: str) -> None:
-        """Raise UsageError if a module's LoRA scale is not ``scale``, the run's. ``named``: the adapter's name."""
+        """Raise UsageError if a module's LoRA scale differs from the run's, ``scale``. ``named``: the adapter's name in
+        the message."""
         wrong = [stored for stored in self.scales.values() if abs(stored - scale) > 1e-9]
         if wrong:
             raise UsageError(
@@ -161,7 +164,7 @@ class StoredAdapter:
 
 
 def read_adapter(directory: Path) -> StoredAdapter:
-    """Read a PEFT LoRA directory into memory. Raises ModelError as ``AdapterFile``."""
+    """Read a PEFT LoRA directory into memory. Raises ModelError if it has no LoRA adapter in safetensors."""
     with AdapterFile(directory) as file:
         # Copies: training would change the mapped file's pages.
         tensors = {name: (a.clone(), b.clone()) for name in file.modules for a, b in [file.factors(name)]}
@@ -190,7 +193,8 @@ def peft_config(weights: LoraWeights, base_name: str, revision: str | None, drop
 
 
 def write_peft(directory: Path, tensors: dict[str, Pair], config: Mapping[str, object]) -> None:
-    """Write (A, B) by module path, and this adapter_config.json with an absolute base path. Raises StorageError."""
+    """Write a PEFT directory: ``tensors``, which holds (A, B) by module path, and ``config`` as adapter_config.json
+    with the absolute path of the base. Raises StorageError."""
     flat = {}
     for name, (a, b) in tensors.items():
         flat[f"{PREFIX}{name}.lora_A.weight"] = a
@@ -208,6 +212,6 @@ def absolute_base(config: Mapping[str, object]) -> dict[str, object]:
     if not isinstance(name, str) or not name:
         return dict(config)
     path = bundled_model_path(name) or Path(name)
-    if not path.is_dir() and (bundled := bundled_name(name)):  # of another installation
+    if not path.is_dir() and (bundled := bundled_name(name)):  # a path into another installation
         path = bundled_model_path(bundled) or path
     return {**config, "base_model_name_or_path": str(path.absolute())} if path.is_dir() else dict(config)

@@ -40,8 +40,9 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [..., D] by ``cos`` and ``sin``, whose first half is negated: rotate_half(x)·sin = roll(x, D/2)·(−sin,
-    sin). In half precision both products are rounded, as in transformers."""
+    """Apply rotary position embeddings to x [..., D]: x·cos + rotate_half(x)·sin. The first half of the argument
+    ``sin`` is already negated, because rotate_half(x)·sin = roll(x, D/2)·(−sin, sin). In half precision both products
+    are rounded, as in transformers."""
     turned = x.roll(x.shape[-1] // 2, -1)
     if x.dtype == torch.float32 or x.dtype == torch.float64:
         return (x * cos).addcmul_(turned, sin)
@@ -49,8 +50,8 @@ def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, seen_R1TK: Tensor | None = None) -> Tensor:
-    """Compute attention [R, heads, T, D]: causal, or by the mask ``seen_R1TK``. k and v may have fewer (grouped)
-    heads."""
+    """Compute attention [R, heads, T, D], causal unless ``seen_R1TK`` (True: the query sees the key) is given. k and v
+    may have fewer heads than q (grouped-query attention)."""
     grouped = q.shape[1] != k.shape[1]
     if grouped and expands_grouped_heads(q.device.type, q.dtype):
         share = q.shape[1] // k.shape[1]
@@ -66,12 +67,12 @@ def expands_grouped_heads(device: str, dtype: torch.dtype) -> bool:
 
 
 HAS_PACKED = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-PACKED_ROWS = 32  # Rows that oneDNN optimises the layout of a weight for; others are nearly as fast
+PACKED_ROWS = 32  # Rows of x for which oneDNN optimises a weight's layout; other numbers of rows are nearly as fast
 
 
 def packed(weight: Tensor) -> Tensor:
-    """Copy a weight [out, in] into the layout of oneDNN's kernels for ``linear``, which makes products of few rows at
-    least a third faster. Only where ``packs`` is true."""
+    """Copy a weight [out, in] into the layout of oneDNN's kernels, with which ``linear`` is at least a third faster for
+    few rows. Works only where ``packs`` returns True."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
 
 
@@ -97,7 +98,7 @@ if HAS_PACKED:
     def _packed_sum(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, other, weight, None, "add")
 
-else:  # nothing is packed then; TorchScript wants every name that it meets to exist
+else:  # no weight is packed, but TorchScript needs every name that it compiles to exist
 
     def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
@@ -114,12 +115,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x [rows, in] times weight [out, in], plain or packed: in fp32 for half-precision x, else in x's dtype."""
+    """Return x [rows, in] times weight [out, in] (plain or ``packed``) plus bias: [rows, out], in fp32 if x has half
+    precision, else in x's dtype."""
     if x.dtype == torch.float32 or x.dtype == torch.float64:
         return linear(x, weight, bias)
-    if torch.jit.is_scripting():  # on CPUs alone
+    if torch.jit.is_scripting():  # only on CPUs
         out = _product_in_two(x, weight)
-    else:  # which TorchScript leaves alone
+    else:  # TorchScript does not compile this branch
         out = _product(x, weight)
     return out if bias is None else out.add_(bias)
 
@@ -131,8 +133,8 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _product_in_two(x: Tensor, weight: Tensor) -> Tensor:
-    # Sixteen bits of each result where the device rounds to eight: the rounded product plus the remainder after
-    # subtracting it before rounding. With bf16 units the two take less time than one product in fp32.
+    # The device rounds a product to eight bits. A second product, from which the first is subtracted before rounding,
+    # gives the remainder; their sum has sixteen bits. With bf16 units the two take less time than one in fp32.
     rounded = linear(x, weight, None)
     if weight.is_mkldnn:
         rest = _packed_sum(x, weight, -rounded)
@@ -147,7 +149,7 @@ def multiplies_into_fp32(device: str) -> bool:
     try:
         return torch.mm(square, square, out_dtype=torch.float32).dtype == torch.float32
     except RuntimeError as error:
-        if is_out_of_memory(error) or lost(error):  # says nothing of the device, and would be remembered
+        if is_out_of_memory(error) or lost(error):  # no property of the device, and the cache would keep False
             raise
         return False
 
@@ -192,7 +194,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Compute ``causal_attention``. For half precision on a CPU, compute its gradient in fp32, in half the time."""
+    """Compute ``causal_attention``. On a CPU in half precision, its gradient is computed in fp32, which takes half the
+    time."""
     if q.device.type != "cpu" or q.dtype in FULL:
         return causal_attention(q, k, v, scale)
     return _HalfAttention.apply(q, k, v, scale)  # pyright: ignore[reportReturnType]
@@ -208,7 +211,7 @@ class _HalfAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         wide = [x.float().requires_grad_() for x in ctx.saved_tensors]
-        # Hooks around the outer backward pass are not for this graph, which ends here.
+        # This inner graph ends here, so saved-tensor hooks of the outer backward pass must not act on it.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             out = causal_attention(wide[0], wide[1], wide[2], ctx.scaling)
         return *(part.to(grad.dtype) for part in torch.autograd.grad(out, wide, grad.float())), None
@@ -250,7 +253,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def products_in_bfloat16(enabled: bool = True) -> Iterator[None]:
-    """In this thread, let linear layers of an fp32 base multiply in bfloat16, as ``update_dtype`` asks."""
+    """Let the linear layers of an fp32 base multiply in bfloat16, in this thread (``[training] update_dtype``)."""
     before, _mode.enabled = _mode.enabled, enabled
     try:
         yield
@@ -260,7 +263,8 @@ def products_in_bfloat16(enabled: bool = True) -> Iterator[None]:
 
 
 def bfloat16_results() -> AbstractContextManager[None]:
-    """In this thread, leave results of bfloat16 products in bfloat16, because only other such products read them."""
+    """Leave the results of bfloat16 products in bfloat16, in this thread: for results that only another such product
+    reads."""
     return thread_values(_mode, narrow=True)
 
 
@@ -300,7 +304,7 @@ def rounded_linear(
 
 
 def _input(x: Tensor) -> Tensor:
-    """Return x [N, in] in bfloat16; layers with the same input (queries, keys, values) share one copy."""
+    # Layers with the same input (queries, keys, values) share one bfloat16 copy.
     if x.dtype == NARROW:
         return x.reshape(-1, x.shape[-1])
     last = _mode.last
@@ -416,7 +420,7 @@ def _merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def _scaled(b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    # As the sampler has it (``Lanes.stack``): scaled first, then rounded.
+    # Scaled first, then rounded, as in the sampler (``Lanes.stack``).
     return (b * scale).to(dtype)
 
 

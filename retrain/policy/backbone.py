@@ -59,9 +59,9 @@ Layer = Callable[[Tensor], Tensor]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # Linear layers of a gated MLP
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 PROBE_LENGTH = 36  # Tokens of the longest sequence in the trial of packing
-PROBE_QUANTILE = 0.9  # Share of positions at which hidden states have to agree, packed and padded, ...
-PROBE_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3}  # ... up to this share of their norm, ...
-PROBE_HALF_GAP = 5e-2  # ... and in half precision up to this one: 30 layers in bf16 differ by 1 to 3 %.
+PROBE_QUANTILE = 0.9  # Share of positions at which packed and padded hidden states have to agree: ...
+PROBE_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3}  # ... their difference may be this share of their norm ...
+PROBE_HALF_GAP = 5e-2  # ... or, in half precision, this share: after 30 layers in bf16 they differ by 1 to 3 %
 
 _lock = threading.Lock()
 
@@ -91,7 +91,7 @@ class Backbone:
 
 
 def _run(module: nn.Module, layout: Layout) -> Any:
-    # Padded rows count from 0 by themselves; packed ones need their positions.
+    # The model counts the positions of each row from 0, which is wrong for a packed row only.
     options = {"position_ids": layout.positions_BL} if isinstance(layout, PackedLayout) else {}
     with update_mode(layout):
         return module(input_ids=layout.ids_BL, use_cache=False, **options)
@@ -103,8 +103,8 @@ def whole_logits(base: BaseModel, layout: Layout) -> Tensor:
 
 
 def backbone_of(base: BaseModel) -> Backbone:
-    """Return how the update runs this base. The first call finds it out by trial passes; thread-safe."""
-    # Worker threads ask too, and the trial passes must run once.
+    """Return the base as the update runs it. The first call determines this by trial passes. Thread-safe."""
+    # Worker threads call this too, and the trial passes must run once.
     with _lock:
         if not isinstance(base.backbone, Backbone):
             base.backbone = _examine(base)
@@ -165,8 +165,8 @@ def _try_packing(base: BaseModel, decoder: nn.Module, config: Any) -> bool:
     with torch.no_grad():
         packed = backbone.hidden(packed_layout(samples, base.device))
         padded = backbone.hidden(padded_layout(samples, base.device, base.pad_id))
-    # In half precision a deep model amplifies roundings at some positions, though not at most of them; attention to
-    # the wrong tokens shows at every position that follows.
+    # In half precision a deep model amplifies roundings at a few positions. Attention to the wrong tokens would change
+    # the hidden states at every later position, hence the quantile.
     gap_M = ((packed - padded).float().norm(dim=1) / padded.float().norm(dim=1)).quantile(PROBE_QUANTILE)
     if float(gap_M) <= PROBE_GAPS.get(base.dtype, PROBE_HALF_GAP):
         base.on_release(partial(base.model.set_attn_implementation, before))
@@ -215,13 +215,14 @@ def token_logprobs(
     padding.
 
     The distribution is the one that the engine samples from: softmax(logits / temperature) over the vocabulary, or over
-    the recorded support of each token, in fp32 (fp64 for fp64 bases). ``batch`` is on the base's device; ``lap`` as in
-    ``Head.logprobs``; ``hidden_MH`` are the hidden states if already computed.
+    the recorded support of each token, in fp32 (fp64 for fp64 bases). ``batch`` is on the base's device. ``lap`` is
+    called with "forward" and "compute_entropy" when these sections end; ``hidden_MH``: hidden states that are already
+    computed.
     """
     backbone, layout = backbone_of(base), batch.layout
     if backbone.head is not None:
         head, hidden_MH = backbone.head, backbone.hidden(layout) if hidden_MH is None else hidden_MH
-        if is_rounded(head.weight_VH):  # its logits keep sixteen bits, as those of a bfloat16 base
+        if is_rounded(head.weight_VH):  # ``Head`` keeps sixteen bits of its logits, as for a bfloat16 base
             head, hidden_MH = (
                 replace(head, weight_VH=bfloat16_copy(head.weight_VH), product_VH=None),
                 hidden_MH.to(NARROW),
@@ -284,8 +285,8 @@ Scored = list[dict[Want, list[np.ndarray]]]
 def in_microbatches(
     base: BaseModel, budget: Budget, samples: Sequence[Sample], compute: Callable[[Sequence[list[int]]], T]
 ) -> T:
-    """Return ``compute(parts)``, where ``parts`` are sample indices in micro-batches that fit in memory
-    (``Budget.fit``)."""
+    """Return ``compute(parts)``, where ``parts`` holds the sample indices of each micro-batch. If memory runs out,
+    ``compute`` is called again with smaller micro-batches."""
     packed = backbone_of(base).packs
     return budget.fit(samples, lambda: split_microbatches(samples, budget.tokens, packed=packed), compute)
 
@@ -298,8 +299,8 @@ def score_microbatches(
     temperature: float,
     critic: tuple[LoraWeights, ValueHead] | None = None,
 ) -> Scored:
-    """Score every micro-batch by forward passes without gradients: of the base, the policy and the ``critic`` (an
-    adapter and its value head), those of them that ``want`` needs."""
+    """Score every micro-batch by forward passes without gradients. ``want`` decides which models run: the base, the
+    policy with ``adapter``, the ``critic`` (its adapter and value head)."""
     scores: Scored = []
     for samples in parts:
         batch = collate(samples, lanes.base).to(lanes.base.device)
@@ -324,7 +325,6 @@ def score_microbatches(
 
 
 def _replace_forward(base: BaseModel, module: nn.Module, forward: Callable[..., object]) -> None:
-    """Give ``module`` another forward pass, until the base is released."""
     # An attribute of the instance shadows the class's method. There may be one already, from another replacement.
     before = module.__dict__.get("forward")
 
@@ -342,7 +342,8 @@ def _in_update(forward: Layer, fused: Layer) -> Layer:
 
 
 def _offer_fused_norms(base: BaseModel) -> None:
-    """Use ``rms_norm`` in updates for RMS norms that compute the same; not in fp64, where models compute it in fp32."""
+    """Let updates run ``rms_norm`` in place of modules that compute the same RMS norm. A base in fp64 is left as it is,
+    because its modules normalise in fp32."""
     if base.dtype == torch.float64:
         return
     for module in base.model.modules():
@@ -396,9 +397,9 @@ def _rounded_forward(forward: Layer, module: nn.Linear) -> Layer:
 
 
 def checkpointed(recompute_context: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
-    """In this thread, let decoder layers keep only their input and compute all else again in the backward pass.
+    """Let decoder layers keep only their input and recompute everything else in the backward pass, in this thread.
 
-    ``recompute_context()`` returns the context that the second computation needs, which may run in another thread.
+    ``recompute_context()`` returns the context manager for the second computation, which may run in another thread.
     """
     return thread_values(mode, recompute_context=recompute_context)
 

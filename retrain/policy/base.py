@@ -136,7 +136,8 @@ def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 
 def _part_of_fingerprint(name: str, tensor: Tensor) -> bytes:
-    """Return name, shape, a strided sample and the integer sum of a weight. Changing any one number changes the sum."""
+    """Return bytes that identify a weight: its name and shape, the sum of its memory read as integers, and up to 64 of
+    its numbers. Changing any one number changes the sum."""
     flat = tensor.detach().reshape(-1)
     sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.float32)
     # The memory is read as the widest integers that it divides into, without a copy; the sum is modulo 2**64.
@@ -198,7 +199,7 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, ranks: RankGroup |
         if ranks is None:
             model = AutoModelForCausalLM.from_pretrained(files.source, dtype=torch_dtype or "auto", **files.options)
             model.eval().requires_grad_(False)
-            # Lazily, unless quantisation is about to replace the weights.
+            # A generator, unless quantisation is about to replace the weights.
             parts: Iterable[bytes] = (_part_of_fingerprint(*named) for named in model.state_dict().items())
             if files.quantize != "none":
                 parts = list(parts)
@@ -230,8 +231,8 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, ranks: RankGroup |
 
 
 def find_model_files(config: Config) -> ModelFiles:
-    """Find the model of a configuration, without loading weights. Raises ModelError as ``load_base``, MissingExtra for
-    a quantisation whose package is not installed."""
+    """Find the model of a configuration, without loading weights. Raises ModelError if it cannot be loaded,
+    MissingExtra if the package for its quantisation is not installed."""
     model = config.model
     files = _find_files(model.model, model.revision, model.local_files_only, model.trust_remote_code)
     if files.stored and model.quantized:
@@ -256,7 +257,7 @@ def _find_files(name: str, revision: str | None, local_files_only: bool, trust_r
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         config = AutoConfig.from_pretrained(source, **options)
-    except Exception as error:  # of whatever kind, from files that somebody else has written
+    except Exception as error:  # files from elsewhere can cause any kind of error
         raise _cannot_load(name, error) from error
     context = int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
     stored = getattr(config, "quantization_config", None) or {}
@@ -333,10 +334,12 @@ class MemoryPlan:
         return cls(room, int(SAMPLING_SHARE.get(kind, SAMPLING_SHARE["cuda"]) * room), tokens, per_token)
 
     def kept_decode_bytes(self, before: int) -> int:
-        """Return ``before``, a checkpoint's bytes of a decode batch, if it fits on this device, else the plan's."""
+        """Return the bytes of a decode batch after resuming: the checkpoint's, ``before``, if they fit on this device,
+        else the plan's."""
         return before if before <= max(self.decode_bytes, LARGEST_SHARE * self.room) else self.decode_bytes
 
     def kept_micro_batch_tokens(self, before: int) -> int:
-        """Return ``before``, a checkpoint's tokens of a micro-batch, if it fits on this device, else the plan's."""
+        """Return the tokens of a micro-batch after resuming: the checkpoint's, ``before``, if they fit on this device,
+        else the plan's."""
         fitting = max(self.micro_batch_tokens, LARGEST_SHARE * self.room / self.kept_bytes)
         return before if before <= fitting else self.micro_batch_tokens

@@ -71,8 +71,9 @@ class Critic:
 
 
 def critic_step(update: PendingUpdate, critic: Critic, grad_clip_norm: float = 1.0) -> UpdateResult:
-    """Take one optimizer step of a policy (after the critic's warm-up) and one of its critic, on the same samples. Both
-    gradients are accumulated first, so that an error, as in ``policy_step``, leaves all weights unchanged."""
+    """Take one optimizer step of the critic and, after the critic's warm-up, one of the policy, on the same samples.
+    Raises NonFinite if a loss or gradient is not finite, and RunFailed if one sample does not fit in memory; all
+    weights are then unchanged."""
     samples = update.batch.samples
     if update.batch.step < critic.warmup_steps:
         update.compare_with_sampler([without_advantages(sample) for sample in samples[:PROBE_SIZE]])

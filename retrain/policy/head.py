@@ -2,7 +2,7 @@
 
 The layer is frozen, so the forward pass computes each row's gradient with respect to its hidden state while it holds
 the row's logits: ∂ log π(target) = (onehot − π)·f′(z)·W, where f caps and scales the products z = W·h, and likewise for
-the entropy −Σ π log π. The backward pass only scales that gradient; [rows, H] is kept.
+the entropy −Σ π log π. Only these gradients [rows, H] are kept, and the backward pass scales them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def no_lap(part: str) -> None: ...
 
 @dataclass(frozen=True)
 class Supports:
-    """The tokens from which each of M rows was sampled: the kept sets of ``engines.step``, one after the other."""
+    """The supports of M sampled tokens: the token ids that truncated sampling (top-k, top-p, min-p) left to choose
+    from, one row's ids after another's."""
 
     rows_K: Tensor  # Row of each entry, ascending
     ids_K: Tensor  # Token id of each entry
@@ -50,8 +51,8 @@ class Supports:
 
 @dataclass(frozen=True)
 class Head:
-    """Output layer: logits = cap(multiplier · (W h + bias)), where cap(z) = softcap · tanh(z / softcap) if there is
-    one.
+    """Output layer: logits = cap(multiplier · (W h + bias)), where cap(z) = softcap · tanh(z / softcap), or z without
+    ``softcap``.
 
     Logits are fp32 (fp64 for fp64 weights), without rounding to half precision. ``product_VH``: the weight in another
     layout for ``fp32_product`` (``BaseModel.head_weight``).
@@ -75,7 +76,7 @@ class Head:
         return self.capped(self.products(hidden_RH))[0]
 
     def capped(self, z_RV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return cap(z) [R, V], and the tanh in it; None if the model has no cap."""
+        """Return cap(z) [R, V] and its factor tanh(z / softcap), which is None if the model has no cap."""
         if self.softcap is None:
             return z_RV, None
         tanh_RV = torch.tanh(z_RV / self.softcap)
@@ -182,8 +183,8 @@ def head_divergence(
     temperature: float = 1.0,
 ) -> Tensor:
     """Return the divergence D_α [N] (``maths.distillation``) of the student's softmax(logits / temperature) from the
-    teacher's. ``top`` > 0: over the student's likeliest tokens, all others as one. Gradients reach ``hidden_NH``
-    only."""
+    teacher's. With ``top`` > 0 the student's ``top`` likeliest tokens are compared, and all other tokens count as one.
+    Gradients reach ``hidden_NH`` only."""
     return _Divergence.apply(hidden_NH, head, teacher, teacher_NH, alpha, top, temperature)  # pyright: ignore[reportReturnType]
 
 
@@ -204,7 +205,7 @@ class _Divergence(torch.autograd.Function):
         values_N = torch.empty(len(hidden_NH), dtype=real, device=hidden_NH.device)
         needs_gradient = ctx.needs_input_grad[0]
         slopes_NH = torch.empty_like(hidden_NH) if needs_gradient else None
-        size = max(1, head.chunk_rows() // 4)  # as many tables of a chunk are held at once
+        size = max(1, head.chunk_rows() // 4)  # about four tables [R, V] are in memory at once
         shared = min(weight_VH.shape[0], teacher.weight_VH.shape[0])  # padding differs between sizes of a model
         for start in range(0, len(hidden_NH), size):
             part = slice(start, start + size)
@@ -247,10 +248,10 @@ class ValueHead:
 
 
 def split_head(model: PreTrainedModel) -> tuple[nn.Module, Head] | None:
-    """Return the transformer without its output layer, and the output layer; None if the model cannot be split so.
+    """Return the transformer without its output layer, and the output layer. None if the model cannot be split there.
 
-    One small forward pass shows whether the output layer reads exactly what the transformer returns. A second one, with
-    known numbers in place of the layer's output, shows how the model scales or caps them.
+    One small forward pass shows whether the output layer reads exactly what the transformer returns. A second pass,
+    with known numbers in place of the layer's output, shows how the model scales or caps these numbers.
     """
     linear, decoder = model.get_output_embeddings(), getattr(model, "get_decoder", lambda: None)()
     if type(linear) is not nn.Linear or decoder is None or decoder is model or not linear.weight.is_floating_point():

@@ -114,7 +114,7 @@ class LocalPolicy(Policy):
     ) -> Scores:
         batches = [[samples[i] for i in part] for part in parts]
         scores = {kind: [np.zeros(0)] * len(samples) for kind in want}
-        # The base's passes apart from the others: they are timed as the KL's.
+        # The base's passes run separately, because their time is reported as the KL's.
         for kinds in filter(None, (want & {Want.REFERENCE}, want - {Want.REFERENCE})):
             begin = time.perf_counter()
             results = self._score_microbatches(batches, partial(self._compute_scores, kinds, adapter))
@@ -191,7 +191,7 @@ class LocalPolicy(Policy):
             self.critic.load(directory)
 
     def begin_with(self, directory: Path) -> None:
-        """Load the weights of a PEFT directory. Raises ModelError if there are none that fit, UsageError if its LoRA
+        """Load the weights of a PEFT directory. Raises ModelError if none of them fit, UsageError if their LoRA
         scale is not the run's."""
         stored = read_adapter(directory)
         stored.require_scale(self.adapter.scale, str(directory))
@@ -273,7 +273,7 @@ def lane_bytes(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> int:
     for spec in specs:
         rank = spec.config.model.lora_rank
         total += adapter_bytes(rank * features, base.dtype.itemsize, spec.config.published_versions)
-        total += (spec.config.lane_ranks - rank) * features * TRAINED_BYTES  # of a critic, without copies
+        total += (spec.config.lane_ranks - rank) * features * TRAINED_BYTES  # critics are not published
     return total
 
 
@@ -287,9 +287,9 @@ def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
 def check_memory(
     base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt_tokens: int, decodes: bool = True
 ) -> None:
-    """Raise DoesNotFit, with the number of runs that fit, if these exceed the free memory. They need adapters and
-    optimizers, and either their smallest KV caches or one update, whichever is larger. ``prompt_tokens``: tokens of the
-    longest prompt. ``decodes``: this process samples, so that it needs caches."""
+    """Raise DoesNotFit, with the number of runs that fit, if the runs of ``specs`` exceed the free memory. They need
+    their adapters and optimizers, and the larger of their smallest KV caches and one update. ``prompt_tokens``: tokens
+    of the longest prompt. ``decodes``: whether this process samples and so needs caches."""
     # At least the update of one sequence must fit; caches are freed then.
     longest = prompt_tokens + max(spec.config.training.max_tokens for spec in specs)
     update = longest * kept_bytes(base)

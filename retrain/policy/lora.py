@@ -93,7 +93,8 @@ class Adapter(LoraWeights):
         return view
 
     def initialise(self, *seed: int | str) -> Adapter:
-        """Draw A ~ U(±1/√in) from the named random stream of each layer, equal on every device, and set B to 0."""
+        """Draw A ~ U(±1/√in) from a random stream for each layer, named by ``seed`` and the layer, and set B to 0. The
+        numbers are the same on every device."""
         with torch.no_grad():
             for shape in self.shapes:
                 stream = torch.Generator().manual_seed(torch_seed(*seed, "adapter", shape.name))
@@ -143,7 +144,8 @@ class Adapter(LoraWeights):
 
 
 class LaneMode(threading.local):
-    """The adapter, or the stack of adapters, that the wrapped layers add in this thread. Both None: the base alone."""
+    """The mode of a thread. The wrapped layers add ``adapter``, or the stack of adapters ``stacks``, or nothing if both
+    are None."""
 
     adapter: LoraWeights | None = None
     dropout: float = 0.0
@@ -219,7 +221,7 @@ class Lanes:
         return Adapter(self.shapes, rank, alpha, self.base.device)
 
     def single(self, adapter: LoraWeights, dropout: float = 0.0) -> AbstractContextManager[None]:
-        """Apply ``adapter`` to all rows; gradients reach it if it has parameters."""
+        """Apply ``adapter`` to all rows. An ``Adapter`` receives gradients, a frozen copy does not."""
         return thread_values(self.mode, adapter=adapter, dropout=dropout)
 
     def stack(self, adapters: Sequence[LoraWeights]) -> Stacks:

@@ -106,9 +106,9 @@ def token_weights(
 ) -> Tensor:
     """Return the factor of every token's loss, float32 [B, T], 0 outside ``mask_BT``.
 
-    ``tokens``: 1/total_tokens. ``sequences``: 1/(total_sequences·T_i), the mean of per-sequence means (GRPO).
-    ``constant``: 1/(total_sequences·max_tokens) (Dr. GRPO). T_i is the number of tokens of sequence i in
-    ``denominator_mask_BT``, by default ``mask_BT``. Totals of 0 give 0.
+    The factor by ``normalizer``: ``tokens`` 1/total_tokens; ``sequences`` 1/(total_sequences·T_i), which gives the mean
+    of per-sequence means (GRPO); ``constant`` 1/(total_sequences·max_tokens) (Dr. GRPO). T_i is the number of tokens of
+    sequence i in ``denominator_mask_BT``, by default ``mask_BT``. Totals of 0 give 0.
     """
     totals = {"total_tokens": total_tokens, "total_sequences": total_sequences, "max_tokens": max_tokens}
     if any(value < 0 for value in totals.values()):
@@ -179,7 +179,7 @@ class TokenLoss:
 
 
 class PolicyLoss(Protocol):
-    """A policy loss whose parameters are dataclass fields; retrain's are in ``retrain.algorithms.losses``."""
+    """A policy loss, whose parameters are dataclass fields. The built-in ones are in ``retrain.algorithms.losses``."""
 
     from_sampler: ClassVar[bool] = False  # Use the sampler as π_old even with several updates per batch
     # True for user code, which may have a gradient at advantage 0, and which every rank loads itself
@@ -245,9 +245,10 @@ class PolicyTerm(Term):
     """The policy loss, with an optional ``correction`` of the mismatch between sampler and trainer.
 
     A correction splits π/π_sampler into the ratio π/π_old, which the loss clips, and the weight π_old/π_sampler. If a
-    batch has one update, π_old is π: the ratio is 1, the statistics compare π with the sampler, and tokens that the
-    correction cuts count as clipped. If it has several, π_old is ``old_logprobs_BT``, and the statistics are those of
-    the loss. ``policy_weights_BT``, 0 for rejected tokens, is one more factor of the loss.
+    batch has one update, π_old is π. The ratio is then 1, the statistics compare π with the sampler, and tokens whose
+    weight is bounded count as clipped. If a batch has several updates, π_old is the policy before the first of them
+    (``old_logprobs_BT``), and the statistics are those of the loss. ``policy_weights_BT``, 0 for rejected tokens, is
+    one more factor of the loss.
     """
 
     loss: PolicyLoss
@@ -291,8 +292,8 @@ class PolicyTerm(Term):
 
 @dataclass(frozen=True)
 class KLTerm(Term):
-    """``coef`` times k2, an estimate of the KL to the frozen base that has the reverse KL's gradient. A ``coef`` of 0
-    only logs the KL."""
+    """``coef`` times k2, an estimate of the KL to the frozen base whose gradient is that of the reverse KL. With a
+    ``coef`` of 0 the KL is only logged."""
 
     coef: float = 0.0
     needs: ClassVar[frozenset[Want]] = frozenset({Want.REFERENCE, Want.LOGPROBS})
@@ -361,9 +362,9 @@ class ValueTerm(Term):
 def value_loss(
     values_BT: Floats_BT, old_values_BT: Floats_BT, targets_BT: Floats_BT, mask_BT: Mask_BT, clip: float
 ) -> tuple[Floats_BT, Mask_BT]:
-    """Return ½·max((V − R)², (clip(V, V_old ± ``clip``) − R)²) of every token, R being its target, 0 outside the mask;
-    and a mask of tokens whose clipped error is larger. A ``clip`` of 0 clips nothing. Only ``values_BT`` gets a
-    gradient."""
+    """Return the loss ½·max((V − R)², (clip(V, V_old ± ``clip``) − R)²) of every token with value V and target R, 0
+    outside the mask, and a mask of the tokens whose clipped error is the larger one. A ``clip`` of 0 clips nothing.
+    Only ``values_BT`` gets a gradient."""
     error_BT = torch.where(mask_BT, values_BT - targets_BT.detach(), 0.0).square()
     if clip == 0.0:
         return 0.5 * error_BT, torch.zeros_like(mask_BT)
@@ -376,7 +377,8 @@ def value_loss(
 
 @dataclass(frozen=True)
 class TeacherTerm(Term):
-    """``weight`` times the divergence D_α from a teacher's distribution (``head_divergence``); 0 without a teacher."""
+    """``weight`` times the divergence D_α from a teacher's distribution (``head_divergence``). It is 0 for samples
+    without a teacher."""
 
     weight: float
     alpha: float

@@ -1,4 +1,4 @@
-"""Packed micro-batches: prompts once per group, no padding, and attention over the sequences.
+"""Packed micro-batches: each group's prompt is computed once, without padding, and attention sees whole sequences.
 
 Only attention mixes tokens, so a micro-batch can be one row: each group's prompt, then the rest of each of its samples.
 Queries, keys and values are spread to [sequences, longest] for causal attention, and its outputs are gathered again. A
@@ -97,8 +97,8 @@ def predicting(states: Tensor, layout: Layout) -> Tensor:
 
 
 def packed_layout(samples: Sequence[Sample], device: torch.device, share: bool = True) -> PackedLayout:
-    """Return all samples in one row, without their last tokens, which predict nothing. ``share``: neighbours with an
-    equal prefix share one copy."""
+    """Return all samples in one row, each without its last token, which predicts nothing. ``share``: neighbours with an
+    equal prefix share one copy of it."""
     longest = max(map(len, samples)) - 1
     spread = np.zeros((len(samples), longest), dtype=np.int64)
     ids, positions, rows, home = [], [], [], []
@@ -157,8 +157,9 @@ class MicroBatch:
     """Tensors of some samples: inputs of the model, and tables over their action tokens for the loss.
 
     Tables [B, T] have a row for each sample, with its action tokens from the left; the padding after them is 0 or
-    False. A sample with the action tokens 10, 11, 12, of which the last does not train, has ``action_BT`` 1 1 1 0 and
-    ``loss_mask_BT`` 1 1 0 0 beside a sample of four. Floats have the base's dtype, float32 at least.
+    False. For example, where the longest sample has four action tokens, a sample with three, of which the last does not
+    train, has the row 1 1 1 0 in ``action_BT`` and 1 1 0 0 in ``loss_mask_BT``. Floats have the base's dtype, float32
+    at least.
     """
 
     layout: Layout
@@ -181,8 +182,8 @@ class MicroBatch:
 def split_microbatches(samples: Sequence[Sample], token_budget: int, *, packed: bool = False) -> list[list[int]]:
     """Return the samples' indices in micro-batches of at most ``token_budget`` tokens, or of one longer sample.
 
-    Padded: padding counts, and samples are sorted by length. ``packed``: a prefix counts once for neighbours that share
-    it, and groups stay together as far as they fit. The order depends on prefixes and lengths only.
+    Without ``packed``, padding counts and samples are sorted by length. With it, a prefix counts once for neighbours
+    that share it, and groups stay together as far as they fit. The order depends on prefixes and lengths only.
     """
     keys = [prefix_key(sample) for sample in samples]
     batches: list[list[int]] = []
@@ -224,7 +225,8 @@ def optional_table(samples: Sequence[Sample], name: str, shape: tuple[int, int],
 
 
 def stacked_supports(samples: Sequence[Sample]) -> Supports | None:
-    """Return the supports of all action tokens; None if no sample has any. Raises ValueError if only some have."""
+    """Return the supports of all action tokens, None if no sample has supports. Raises ValueError if only some samples
+    have them."""
     supports = [sample.support for sample in samples if sample.support is not None]
     if not supports:
         return None
@@ -270,10 +272,10 @@ class Budget:
         compute: Callable[[Sequence[S]], T],
         recomputes: bool = False,
     ) -> T:
-        """Return ``compute(split())``. When memory runs out, ``shrink`` and compute again.
+        """Return ``compute(split())``. When memory runs out, call ``shrink`` and try again.
 
-        If a single sample does not fit, raises the error; with ``recomputes``, raises RunFailed if recomputing layers
-        fails too.
+        If a single sample does not fit, the error is raised. With ``recomputes``, a single sample is tried once more
+        with layers recomputed in the backward pass; if that fails too, RunFailed is raised.
         """
         while True:
             parts = split()
@@ -289,8 +291,9 @@ class Budget:
             self.shrink(sizes, [len(sample) for sample in samples], reason)
 
     def shrink(self, sizes: Sequence[int], lengths: Sequence[int], reason: str) -> None:
-        """Halve the tokens after micro-batches of ``sizes`` sequences did not fit; if these were single, recompute
-        layers from now on. ``lengths``: tokens of all sequences. Raises RunFailed if nothing is left to reduce."""
+        """Halve the tokens of micro-batches after micro-batches of ``sizes`` sequences did not fit. If each had a
+        single sequence, recompute layers in the backward pass from now on. ``lengths``: tokens of each sequence. Raises
+        RunFailed if layers are recomputed already."""
         # CUDA's messages have paragraphs of advice.
         summary = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
         if max(sizes) > 1:
@@ -317,8 +320,8 @@ class Budget:
         }
 
     def restore(self, state: BudgetState) -> None:
-        """Restore a checkpoint's planned tokens if they fit this device. If memory had run out, also restore
-        recomputation, and the tokens if the user has not set fewer."""
+        """Restore the state from a checkpoint. A planned number of tokens is kept if it fits on this device. If memory
+        had run out, recomputation is restored too, and a number that the user has set is at most the checkpoint's."""
         before = state["tokens"]
         # Another budget cuts micro-batches elsewhere, which rounds differently: a resumed run keeps the old one if it
         # fits.
@@ -339,7 +342,8 @@ class Budget:
 
 
 class ForwardMode(threading.local):
-    """State of a thread's forward pass: the packed layout of an update, and the context to recompute layers in."""
+    """State of a thread's forward pass: whether it is part of an update, the layout of its packed row, and the context
+    in which layers are recomputed."""
 
     in_update: bool = False
     layout: PackedLayout | None = None
@@ -351,12 +355,13 @@ NAME = "retrain_sdpa"
 
 
 def update_mode(layout: Layout) -> AbstractContextManager[None]:
-    """In this thread, run the base's layers as in an update, with attention by this layout."""
+    """Run the base's layers as in an update, in this thread, with attention over the sequences of ``layout``."""
     return thread_values(mode, in_update=True, layout=layout if isinstance(layout, PackedLayout) else None)
 
 
 def register_attention() -> None:
-    """Register ``NAME`` in transformers: attention by the active layout; without one, transformers' SDPA and masks."""
+    """Register the attention function ``NAME`` in transformers. It attends within the sequences of the thread's packed
+    layout; without a layout it is transformers' SDPA with its masks."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -387,7 +392,8 @@ class LayoutContext(Context):
 
 
 class _Spread(torch.autograd.Function):
-    """Copies [N, heads, d] to [S, L, heads, d]. Gradients of a prompt's copies are summed in a fixed order."""
+    """Copies the tokens of a packed row [N, heads, d] to their sequences [S, L, heads, d]. The gradients of a prompt's
+    copies are summed in a fixed order."""
 
     @staticmethod
     def forward(ctx: LayoutContext, x_NHD: Tensor, layout: PackedLayout) -> Tensor:
@@ -425,8 +431,8 @@ class _RowSelection(torch.autograd.Function):
         grad_NH = grad_MH.new_zeros(ctx.shape)
         grad_NH.index_copy_(0, layout.rows_M, grad_MH)
         if isinstance(layout, PackedLayout):
-            # Samples of a group share the row that predicts their first token: index_copy_ has kept one of their
-            # gradients.
+            # Samples of a group share the row that predicts their first token, and index_copy_ has kept the gradient of
+            # only one of them.
             for group in layout.shared:
                 copies = grad_MH.index_select(0, layout.first_S[group.first : group.last])
                 wide = copies.to(torch.promote_types(copies.dtype, torch.float32))
@@ -435,7 +441,7 @@ class _RowSelection(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Selects [N, heads, d] from [S, L, heads, d]: one copy of every token."""
+    """Selects one copy of every token: [S, L, heads, d] to [N, heads, d]."""
 
     @staticmethod
     def forward(ctx: LayoutContext, x_SLHD: Tensor, layout: PackedLayout) -> Tensor:

@@ -83,9 +83,9 @@ class TrainBatch:
 class Backend(Protocol):
     """One run's policy, made by ``Class(config)`` with the run's resolved configuration.
 
-    ``reports_sync_loss``: ``train_step`` returns the loss of that very step; else rows mark it as a placeholder.
-    ``preserves_token_advantages``: every token trains with its own advantage; else token credit other than ``none`` is
-    refused. Both are read from the class, before anything is loaded.
+    ``reports_sync_loss``: ``train_step`` returns the loss of the step that it took; else metrics mark it as a
+    placeholder. ``preserves_token_advantages``: every token trains with its own advantage; else token credit other than
+    ``none`` is refused. Both are read from the class, before anything is loaded.
 
     Optional: ``tokenizer`` (as in transformers: callable, ``decode``, perhaps a chat template; by default prompts are
     their UTF-8 bytes) and ``gives_entropy`` (completions carry full-vocabulary entropies).
@@ -119,7 +119,8 @@ def load_backend(config: Config, base_dir: Path | None) -> Backend:
 
 @dataclass(frozen=True)
 class PluginSnapshot(PolicySnapshot):
-    """A backend. A resumable snapshot also has ``files``, the directory of its saved files."""
+    """A reference to a backend, whose weights are not copied. A resumable snapshot also has ``files``, the directory
+    that the backend saved."""
 
     backend: Backend
     files: Path | None = None
@@ -153,13 +154,11 @@ class PluginPolicy(Policy):
         }
 
     def score(self, samples: Sequence[Sample], want: frozenset[Want], weights: PolicySnapshot | None = None) -> Scores:
-        """Return no scores. Raises PluginError if any are requested."""
         if want:
             raise PluginError(f"backend {self.plugin} does not score samples: {', '.join(sorted(want))} cannot be had")
         return Scores()
 
     def read(self, directory: Path) -> PolicySnapshot:
-        """Raise PluginError: a backend samples with the weights that it holds."""
         raise PluginError(f"backend {self.plugin} holds one version of its weights at a time")
 
     def update(self, batch: StepBatch, objective: Objective, lr: float) -> UpdateResult:
@@ -188,7 +187,6 @@ class PluginPolicy(Policy):
         self.backend.load(directory / FILES)
 
     def begin_with(self, directory: Path) -> None:
-        """Raise UsageError: a backend loads checkpoints only."""
         raise UsageError(f"{directory} holds no checkpoint of backend {self.plugin}")
 
     def state(self) -> PolicyState:

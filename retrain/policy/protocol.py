@@ -40,7 +40,8 @@ class Policy(Protocol):
 
     @property
     def capabilities(self) -> Mapping[str, bool]:
-        """Return the flags loss_is_placeholder, backend_reports_sync_loss and backend_preserves_token_advantages."""
+        """Return the flags loss_is_placeholder, backend_reports_sync_loss and backend_preserves_token_advantages, which
+        rows of metrics record."""
         ...
 
     def score(self, samples: Sequence[Sample], want: frozenset[Want], weights: PolicySnapshot | None = None) -> Scores:

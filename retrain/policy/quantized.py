@@ -101,7 +101,8 @@ def _pack_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _unpack_nf4(packed: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     real = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
     library, size = _bitsandbytes(), shape[0] * shape[1]
-    # A row a block: the library's AVX-512 kernel takes scales by rows, wrongly where a block goes over a row's end.
+    # One row per block, because the library's AVX-512 kernel reads scales by row, wrongly where a block crosses a row's
+    # end.
     rows = (size // NF4_BLOCK, NF4_BLOCK) if size % NF4_BLOCK == 0 else (1, size)
     state = library.QuantState(
         absmax=scale,
@@ -166,8 +167,8 @@ def quantise(
 ) -> QuantizationEffect:
     """Quantise the linear layers of a model on the host, move it to ``device``, and measure the effect.
 
-    Meanwhile the host holds both versions; the device holds one unquantised layer at a time. Raises ModelError for a
-    model without such layers, MissingExtra for nf4 without bitsandbytes.
+    During this the host holds both versions, and the device at most one unquantised layer. Raises ModelError for a
+    model without linear layers besides its output layer, MissingExtra for nf4 without bitsandbytes.
     """
     before = weight_bytes(model)
     head = model.get_output_embeddings()
@@ -230,7 +231,8 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
 
 
 def _answered(model: PreTrainedModel, ids: Tensor, real: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the prompts with answers that the model draws, the same at every call, and the mask of real tokens."""
+    """Return the prompts, each followed by an answer sampled from the model with a fixed seed, and the mask of tokens
+    that are not padding."""
     noise = torch.Generator().manual_seed(torch_seed("answers that measure a quantised base"))
     stops = torch.tensor(list(ends), device=ids.device)
     alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)

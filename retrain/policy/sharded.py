@@ -40,7 +40,7 @@ NOTHING = -1  # Sent by a rank that needs no further unit
 
 
 class _Holder(nn.Module):
-    """Parameters that are sharded and gathered as one FSDP2 unit; never called."""
+    """A container of the modules that FSDP2 shards and gathers as one unit. It has no forward pass."""
 
 
 class FsdpUnit:
@@ -126,7 +126,7 @@ class ShardedWeights:
 
     def _gather_with_others(self, needed: int) -> bool:
         try:
-            # On the host, in a group of its own: the device's collectives would wait for its queue.
+            # On the host, in a separate process group: a collective on the device would wait for the work queued there.
             needs = [torch.empty(1, dtype=torch.int64) for _ in range(self.ranks.count)]
             dist.all_gather(needs, torch.tensor([needed]), group=self.ranks.needs_group)
             units = {int(need) for need in needs} - {NOTHING}
@@ -150,7 +150,7 @@ class ShardedWeights:
 class ShardedModel:
     model: PreTrainedModel
     weights: ShardedWeights
-    parts: list[bytes]  # Of the fingerprint, one for each tensor of the state dict, in its order
+    parts: list[bytes]  # Input of the fingerprint, one part per tensor of the state dict, in its order
 
 
 def load_sharded(

@@ -25,9 +25,10 @@ class TeacherSource:
 
 
 def teacher_source(config: Config, folder: Path) -> TeacherSource:
-    """Return the run's teacher; directories are looked up in the TOML's ``folder`` and the current directory.
+    """Return the run's teacher. Directories are looked up in ``folder``, which holds the TOML file, and then in the
+    current directory.
 
-    Raises ModelError if it is missing or cannot be loaded; the message is to be put after the teacher's name.
+    Raises ModelError if the teacher is missing or cannot be loaded; its message continues after the teacher's name.
     """
     section = config.distillation
     named = section.teacher or ""
@@ -54,7 +55,6 @@ def _check_model(name: str, config: Config, addition: str) -> None:
 
 
 def _adapter_in(directory: Path) -> Path | None:
-    """Return ``directory`` if it is an adapter, else that of a run (``final/`` or the newest checkpoint), else None."""
     checkpoints = reversed(checkpoint_paths(directory))
     places = (directory, directory / FINAL, *checkpoints)
     return next((path for path in places if (path / ADAPTER_WEIGHTS).is_file()), None)
@@ -102,7 +102,8 @@ def vocabulary_fault(student: Mapping[str, int], teacher: Mapping[str, int], nam
 
 
 def recorded_base(adapter: Path) -> tuple[str | None, str | None]:
-    """Return fingerprint and dtype of the base on which an adapter was trained, as its run recorded them, else None."""
+    """Return fingerprint and dtype of the base on which an adapter was trained; None for a fact that its run did not
+    record."""
     for directory in (adapter, *list(adapter.parents)[:2]):
         content = read_object(directory / CONFIG)
         if isinstance(content.get("base"), dict):

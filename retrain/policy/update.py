@@ -37,12 +37,12 @@ from retrain.threads import Workers
 from retrain.types import Sample, StepBatch, UpdateResult, Want
 
 UPDATE_PHASES = [part for part in TIMED_PARTS if part != "weight_sync_inference"]
-MIN_SHARED_TOKENS = 512  # Micro-batches are not made smaller than this to give every rank one
+MIN_SHARED_TOKENS = 512  # Least tokens per micro-batch when micro-batches are made smaller so that every rank gets one
 BACKWARD_COST = 3  # Cost of a forward and a backward pass, in forward passes
 PROBE_SIZE = 4  # Rollouts on which sampler and trainer are compared in a step without signal: one small forward pass
-# Metrics of the policy where no token is in its loss
+# Metrics of a step in which no token trains the policy
 UNTRAINED = {"num_datums": 0, "loss": 0.0, "reported_loss": 0.0, **dict.fromkeys(RATIO_METRICS)}
-# Metrics that are means over the trained tokens, and their sums, which only some objectives have
+# Metrics that are means over the trained tokens, and the names of their sums, which only some objectives compute
 MEANS = {"loss/policy_avg": "policy_loss", "policy/entropy_avg": "entropy"}
 
 
@@ -86,8 +86,8 @@ class DistributionTeacher(Protocol):
         """Return the teacher's hidden states [M, H] that predict the sampled tokens of ``views``, without gradients,
         and its output layer.
 
-        ``views`` are the student's samples after the teacher's prompts. A teacher that shares weights with the student
-        uses the student's ``lanes`` and ``adapter``.
+        ``views`` are the student's samples with the teacher's prompts in place of the student's. A teacher that shares
+        weights with the student uses the student's ``lanes`` and ``adapter``.
         """
         ...
 
@@ -116,8 +116,8 @@ def iter_microbatches(
 ) -> Iterator[MicroBatchSpec]:
     """Yield the samples in micro-batches, those with a gradient first.
 
-    A sample whose advantages are all 0 needs only a forward pass, for the statistics, unless ``every_sequence``: the
-    objective has a gradient for it too.
+    With ``every_sequence`` the objective has a gradient for every sample. Without, a sample whose advantages are all 0
+    needs only a forward pass, for the statistics.
     """
     with_gradient = [every_sequence or bool(sample.advantages[sample.loss_mask].any()) for sample in samples]
     numbers = count()
@@ -129,7 +129,8 @@ def iter_microbatches(
 
 @dataclass(frozen=True)
 class GradientAccumulator:
-    """Accumulates the gradient of one objective. ``frozen``: only the gradient of the value ``head``."""
+    """Accumulates the gradient of one objective with respect to ``adapter`` and, if given, the value ``head``. With
+    ``frozen``, only the head gets a gradient."""
 
     context: UpdateContext
     batch: StepBatch
@@ -150,7 +151,8 @@ class GradientAccumulator:
         return [grad for grad in grads if grad is not None]
 
     def accumulate(self, samples: Sequence[Sample]) -> AccumulationResult:
-        """Fill ``buffers`` with the samples' gradient; start again with smaller micro-batches if memory runs out."""
+        """Fill ``buffers`` with the gradient of the samples. If memory runs out, start again with smaller
+        micro-batches."""
         budget = self.context.budget
         budget.note(*backbone_of(self.base).notes)
         specs, results = budget.fit(samples, lambda: self._split(samples), self._fill_buffers, recomputes=True)
@@ -181,7 +183,7 @@ class GradientAccumulator:
             buffer.zero_()
         if ranks is None:
             return specs, self._add_gradients(specs)
-        # In forward passes' worth of tokens, so that ranks finish together.
+        # Cost in tokens of a forward pass, so that ranks finish together.
         sizes = [sum(map(len, spec.samples)) * (BACKWARD_COST if spec.needs_gradient else 1) for spec in specs]
         results = ranks.share(
             "micro-batches",
@@ -213,7 +215,8 @@ class GradientAccumulator:
             batch = batch.to(self.base.device)
             timer.lap("data_to_device")
             if context.dropout > 0:
-                # By the micro-batch's number: whichever thread or rank computes it, its masks are the same.
+                # Seeded by the micro-batch's number, so that masks do not depend on the thread or rank that computes
+                # it.
                 torch.manual_seed(torch_seed(*self._dropout_stream, spec.index))
             reference_BT = self._reference_logprobs(batch, timer)
             teacher = self._teacher_states(spec.samples, timer)
@@ -307,7 +310,7 @@ class GradientAccumulator:
 
     @contextmanager
     def _recomputing(self, layout: Layout) -> Iterator[None]:
-        """Set precision, adapter and layout, which are per thread: autograd may recompute a layer in another thread."""
+        """Set precision, adapter and layout in the thread that recomputes a layer, which may be one of autograd's."""
         with products_in_bfloat16(self.context.bfloat16), self._active(), update_mode(layout):
             yield
 
@@ -316,7 +319,8 @@ class GradientAccumulator:
 
 
 class PhaseTimer:
-    """Seconds of ``UPDATE_PHASES``. On a GPU each lap waits for the device, a few times per micro-batch."""
+    """Measures the seconds of each of ``UPDATE_PHASES``. On a GPU each lap waits for the device, a few times per
+    micro-batch."""
 
     def __init__(self, device: torch.device, microbatches: int = 0):
         self.device, self.microbatches = device, microbatches
@@ -334,7 +338,8 @@ class PhaseTimer:
         self.last = now
 
     def add(self, other: PhaseTimer, share: float = 1.0) -> None:
-        """Add another timer's micro-batches, and ``share`` of its seconds: below 1 if several ran in parallel."""
+        """Add the micro-batches of another timer and ``share`` of its seconds, below 1 if several timers ran in
+        parallel."""
         self.microbatches += other.microbatches
         for phase, seconds in other.totals.items():
             self.totals[phase] += share * seconds
@@ -441,8 +446,9 @@ def batch_gradient(
 ) -> Tensor:
     """Return the adapter's gradient before clipping, [D] in fp32; 0 if nothing trains.
 
-    ``head``: value head of a critic that shares the adapter; its warm-up is ignored. No weight, optimizer or random
-    stream changes. Raises as ``policy_step``.
+    ``head``: value head of a critic that shares the adapter; the critic's warm-up is ignored. No weight, optimizer or
+    random stream changes. Raises NonFinite if a score or the gradient is not finite, and RunFailed if one sample does
+    not fit in memory.
     """
     assert adapter.flat.grad is not None
     samples = batch.samples

@@ -41,7 +41,7 @@ FORECAST = (
     "A forecast and no verdict: on two campaigns the order of such forks had rank correlations of 0.2 to 0.9 with that "
     "at the end (docs/results.md). Conditions whose intervals overlap have no order; the campaign decides."
 )
-LAST_USUAL_SEED = 1000  # Fresh seeds lie beyond those of a campaign and its follow-ups
+LAST_USUAL_SEED = 1000  # Campaigns and follow-ups usually have seeds up to this one; forks have larger ones
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,10 @@ class _Measurements(Messages):
 def run_fork(fork: Fork, progress: Progress) -> Row:
     """Continue every condition and return the ranking as plain data, the highest change first.
 
-    ``change`` is the held-out metric after minus before, ``difference`` the metric after minus the baseline's; both are
-    means over seeds with 95 % t intervals, paired by seed. The metric before is measured once per seed, because all
-    conditions have the same weights then. Raises UsageError for a checkpoint of other weights, and training's errors.
+    ``change`` is a condition's held-out metric at the end minus its metric at the checkpoint, ``difference`` its metric
+    at the end minus the baseline's. Both are means over seeds with 95 % t intervals, paired by seed. The metric at the
+    checkpoint is measured once per seed, because all conditions have the same weights there. Raises UsageError for a
+    checkpoint of other weights, and the errors of training.
     """
     begin, results = time.monotonic(), _Measurements(fork, progress)
     on_gpu = torch.cuda.is_available() and fork.plan.specs[0].config.backend.device != "cpu"
@@ -220,7 +221,7 @@ def _continue(job: CohortJob, fork: Fork, results: _Measurements, bases: Bases) 
         cohort.extents = dict.fromkeys(cohort.runs, evaluations)
         first = {run.spec.seed: run for run in reversed(cohort.runs) if run.spec.seed not in results.before}
         with closing(cohort.train()) as pauses:
-            next(pauses)  # the engine has the weights
+            next(pauses)  # after this the engine has the weights
             cohort.evaluations.trained(dict.fromkeys(first.values(), "whole"))
             for _ in pauses:
                 if all(run.error is not None or run.step >= fork.end for run in cohort.runs):

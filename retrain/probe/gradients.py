@@ -159,8 +159,9 @@ def _is_uniform(groups: Sequence[Group]) -> bool:
 def _compare(
     runs: Sequence[Run], sampled: Sequence[Sequence[Group]], progress: Progress
 ) -> tuple[np.ndarray, np.ndarray, list[float | None]]:
-    """Return the gradients' cosines to the baseline's and their lengths, float64 [C, B] each; and per condition the
-    cosine between the sums of odd and of even nonzero gradients. A cosine with a gradient of length 0 is NaN."""
+    """Return the cosine of each gradient with the baseline's, and its length, float64 [conditions, batches] each. Also
+    return for each condition the cosine between the sum of its odd-numbered and the sum of its even-numbered nonzero
+    gradients. Cosines with a gradient of length 0 are NaN, or None in the last list."""
     states = [with_open_gate(run.algorithm.state()) if run.step == 0 else run.algorithm.state() for run in runs]
     cosines_CB, norms_CB = np.full((2, len(runs), len(sampled)), np.nan)
     sums = [[torch.zeros(()), torch.zeros(())] for _ in runs]
@@ -185,8 +186,9 @@ def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def gradient_of(run: Run, groups: Sequence[Group], step: int, state: Row) -> torch.Tensor:
-    """Return the gradient [D] that the run's optimizer would receive for the whole batch, credited at ``step`` with its
-    algorithm in ``state``. Afterwards the run has its old step, and its algorithm is in ``state``."""
+    """Return the gradient [D] that the run's optimizer would receive for the whole batch. Credit is computed as at
+    ``step``, with the state ``state`` of the run's algorithm. Afterwards the run has its old step again, and its
+    algorithm has ``state``."""
     assert isinstance(run.policy, LocalPolicy)
     before, run.step = run.step, step
     run.algorithm.restore(state)
@@ -202,8 +204,8 @@ def gradient_of(run: Run, groups: Sequence[Group], step: int, state: Row) -> tor
 
 
 def with_open_gate(state: Row) -> Row:
-    """Return the algorithm's state with SEPA's gate open from the start. Behind a shut gate, the condition would look
-    like one without SEPA."""
+    """Return the algorithm's state with SEPA's gate open from the start: with a shut gate, a condition with SEPA would
+    look like one without."""
     sepa = state.get("sepa")
     if not isinstance(sepa, dict) or sepa.get("opened_at") is not None:
         return state
@@ -212,7 +214,7 @@ def with_open_gate(state: Row) -> Row:
 
 def _interval(values_B: np.ndarray, scale: Callable[[float], float] = float) -> dict[str, float | None] | None:
     """Return the mean of the finite values with its bootstrap interval, all mapped by ``scale``; None without finite
-    values. Equal numbers of values get equal resamples."""
+    values. Calls with equally many values draw the same resamples."""
     finite_B = values_B[np.isfinite(values_B)]
     if not len(finite_B):
         return None

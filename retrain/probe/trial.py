@@ -28,8 +28,8 @@ ANSWERS = 4  # Answers for each problem, or the group size where that is smaller
 def trial(plan: Plan, problems: int, samples: int | None, condition: str | None, notify: Callable[[str], None]) -> Row:
     """Sample and grade ``samples`` answers to each of the first ``problems`` problems of one planned run.
 
-    ``condition`` is the label of the run's condition, by default the first; the seed is the first. Returns ``run``,
-    ``seed``, ``model`` and the fields of ``trial_report``. Raises RetrainError as training does.
+    The run has the first seed and the condition with the label ``condition``, by default the first one. Returns
+    ``run``, ``seed``, ``model`` and the fields of ``trial_report``. Raises the errors of training.
     """
     spec = temporary(chosen(plan, condition))
     samples = samples or min(ANSWERS, spec.config.training.group_size)

@@ -51,12 +51,12 @@ class Reward:
 
     name: str = "reward"
     names: tuple[str, ...] = ()  # Components that every result has; () if ``name`` is the only component
-    # Ranges for charts, ``{"min", "max", "invert"}``: of the total (as ``reward``), of components and sample metrics
+    # Ranges for charts, ``{"min", "max", "invert"}`` by name: ``reward`` (the total), a component or a sample metric
     ranges: Mapping[str, Mapping[str, float | bool]] = {}
     columns: tuple[str, ...] = ()  # Columns that the data must have
 
     def grade(self, problem: Problem, completion: str) -> float | RewardResult:
-        """Return the reward of one completion, a number or a RewardResult. After an exception, its reward is null."""
+        """Return the reward of one completion. If this raises, the completion's reward is null."""
         raise TypeError(f"{type(self).__name__} defines neither grade nor grade_all")
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
@@ -133,7 +133,7 @@ def weighted_sum(parts: Sequence[tuple[str, float, float, RewardResult]]) -> Rew
     results = [part for *_, part in parts]
     total = _total(parts)
     total.components = {name: part.total_reward for name, _, _, part in parts}
-    # The first part that grades correctness decides it, and the first that grades the format decides that.
+    # Correctness and format are each taken from the first part that grades them.
     total.correct = next((part.correct for part in results if part.correct is not None), None)
     total.format_ok = next((part.format_ok for part in results if part.format_ok is not None), None)
     for name, _, _, part in parts:
@@ -151,7 +151,6 @@ def _total(parts: Sequence[tuple[str, float, float, RewardResult]]) -> RewardRes
 
 
 def _add_numbers(total: RewardResult, name: str, part: RewardResult) -> None:
-    """Add a part's components and sample metrics to ``total``; prefix a name that exists there with the part's name."""
     inner = {key: value for key, value in part.components.items() if key != name}
     for numbers, into in ((inner, total.components), (part.sample_metrics, total.sample_metrics)):
         for key, value in numbers.items():

@@ -23,8 +23,8 @@ class Grader(AbstractContextManager["Grader"]):
     """Grades the completions of a step with one reward.
 
     ``names``: components of every result, in configured order. ``columns``: columns that the data must have.
-    ``correct_above``: threshold of ``with_correctness``. ``audit``: a second reward, whose score goes into the sample
-    metrics and does not affect advantages.
+    ``correct_above``: where neither the reward nor a metric grades correctness, a total above it counts as correct.
+    ``audit``: a second reward, whose score goes into the sample metrics and does not affect advantages.
     """
 
     def __init__(self, reward: Reward, correct_above: float = CORRECT_ABOVE, audit: Reward | None = None):
@@ -52,7 +52,7 @@ class Grader(AbstractContextManager["Grader"]):
     def _add_audit(self, audit: Reward, items: Sequence[Item], results: Sequence[RewardResult]) -> None:
         try:
             audits = audit.grade_all(items)
-        except Exception as error:  # an audit costs its own number, never the run
+        except Exception as error:  # a failing audit leaves its score null and never ends the run
             audits = [failed(described(error))] * len(items)
         for result, audited in zip(results, audits, strict=True):
             result.audit_error = audited.error
@@ -119,7 +119,7 @@ def build_grader(
     UsageError when something that the section names is missing.
     """
 
-    with ExitStack() as started:  # rewards may have started workers before a later one cannot be built
+    with ExitStack() as started:  # closes rewards that have started workers if a later one cannot be built
 
         def build(part: tasks.RewardSection | tasks.RewardComponent | tasks.Audit, table: str = "reward") -> Reward:
             reward = _reward(part, section, base_dir, device, table)

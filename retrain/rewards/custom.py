@@ -92,7 +92,8 @@ class CustomReward(Reward):
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Return results in order; ``error`` is the exception of a function or the fault of its return value.
 
-        A function in TRL's form is called once for all completions of a problem; its time limit is the sum of theirs.
+        A function in TRL's form is called once for all completions of a problem. The time limit of each call is the
+        pool's, multiplied by the largest number of completions of one problem.
         """
         plain = {id(problem): _plain(problem) for problem, _ in items}
         graded = [(plain[id(problem)], str(text), list(getattr(text, "token_ids", ()))) for problem, text in items]
@@ -142,9 +143,11 @@ def _plain(problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A user's function with the names of its arguments; without names it gets (completion, answer).
+    """A user's function and the names of the arguments that it gets. Without ``arguments`` it gets (completion,
+    answer).
 
-    ``by_batch``: it gets lists. ``takes_any``: it has ``**kwargs``. ``columns``: columns that the data must have.
+    ``by_batch``: it has TRL's form and gets lists. ``takes_any``: it has ``**kwargs``. ``columns``: columns that the
+    data must have.
     """
 
     name: str
@@ -156,7 +159,7 @@ class RewardFunction:
 
 
 class Scorer:
-    """Grades a job, the completions of a problem, with the user's functions, in a worker.
+    """Grades jobs with the user's functions, in a worker. A job is one completion, or all completions of a problem.
 
     Raises PluginError if a function is missing or has parameters that cannot be filled.
     """
@@ -165,7 +168,7 @@ class Scorer:
         paths = [Path(folder) for folder in folders]
         try:
             loaded = load_file(Path(module), "custom_reward") if _is_path(module) else load_module(module, paths)
-        except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+        except (Exception, SystemExit) as error:  # importing a user's module can raise anything
             raise PluginError(f"importing it failed: {described(error)}") from error
         self.functions = _read_functions(loaded, [functions] if isinstance(functions, str) else functions)
         self.facts = {
@@ -242,7 +245,8 @@ def _batch_form(function: RewardFunction, required: Sequence[inspect.Parameter])
 
 
 def _completion_form(function: RewardFunction, required: Sequence[inspect.Parameter]) -> RewardFunction:
-    """Return ``function`` with the ``ARGUMENTS`` it takes; () if it takes (completion, answer). Raises PluginError."""
+    """Return ``function`` with those of ``ARGUMENTS`` that it takes, or without any if its two parameters have other
+    names. Raises PluginError for an unknown parameter."""
     unknown = [p.name for p in required if p.name not in ARGUMENTS or p.name not in function.arguments]
     arguments = [argument for argument in ARGUMENTS if function.takes_any or argument in function.arguments]
     if arguments and not unknown:
@@ -286,9 +290,9 @@ class LoggedValues:
 
 
 def grade_job(functions: Sequence[RewardFunction], job: Sequence[GradedCompletion]) -> list[RewardResult]:
-    """Return one result per completion. With several functions, it is their sum, with a component per function."""
+    """Return one result per completion. The results of several functions are added, with a component for each."""
     logs = [LoggedValues() for _ in functions]
-    # No event loop runs while functions are called: one may start a loop itself.
+    # No event loop runs here while functions are called, because a function may start one itself.
     returned = [_call(function, job, logged) for function, logged in zip(functions, logs, strict=True)]
     if any(inspect.isawaitable(value) for values in returned for value in values):
         returned = asyncio.run(_settled(returned))
@@ -359,7 +363,8 @@ def _results(
 
 
 def _batch_results(returned: Any, count: int) -> list[RewardResult]:
-    """Return the results of a function in TRL's form, one per completion. None in ``returned``: it does not apply."""
+    """Return the results of a function in TRL's form, one per completion. A None in ``returned`` means that the
+    function does not apply to that completion."""
     values: Any = returned.tolist() if hasattr(returned, "tolist") else returned
     if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
         values = _tried(list, values)  # a generator may raise

@@ -45,8 +45,8 @@ class JudgeEndpoint:
     """The judge ``model`` behind ``url`` (the part before ``/chat/completions``; OpenAI's by default).
 
     The key is read once, from the environment variable ``api_key_env``, and never written anywhere. ``timeout_s``
-    limits one request; there are at most ``attempts`` with pauses of ``pause_s`` seconds, doubled each time. ``table``:
-    TOML section, for messages. Raises UsageError if the variable is not set.
+    limits one request. A question is sent up to ``attempts`` times, with a first pause of ``pause_s`` seconds that
+    doubles each time. ``table``: TOML section, for messages. Raises UsageError if the variable is not set.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class JudgeEndpoint:
             raise UsageError(f"[{table}] judge_api_key_env: ${api_key_env} is not set: export {api_key_env}=…")
 
     def ask_all(self, questions: Sequence[Messages]) -> list[JudgeAnswer]:
-        """Return the answers in order, each a text or a fault, without the API key, which some servers echo."""
+        """Return the answers in order, each a text or a fault. The API key, which some servers echo, is replaced."""
         with ThreadPoolExecutor(1, "judge") as pool:  # the caller may run in an event loop (a notebook)
             return pool.submit(asyncio.run, self._ask_all(questions)).result()
 
@@ -90,7 +90,7 @@ class JudgeEndpoint:
                 except JudgeUnavailable as error:
                     failures.append(str(error))
                     return JudgeAnswer(fault=failures[-1])
-                except Exception as error:  # of this question alone: HTTP 400, a reply that is not a chat completion
+                except Exception as error:  # only this question fails: HTTP 400, a reply that is not a chat completion
                     return JudgeAnswer(fault=self._without_key(described(error)))
                 failures.clear()
                 return JudgeAnswer(self._without_key(text))

@@ -22,7 +22,7 @@ from retrain.rewards.base import Item, Reward, failed, prompt_text
 from retrain.rewards.endpoint import JudgeAnswer, JudgeEndpoint, Messages
 from retrain.types import Problem, RewardResult
 
-MAX_COMPLETION = 20_000  # characters shown to the judge, from the end, where the answer is
+MAX_COMPLETION = 20_000  # Characters shown to the judge: the last ones, because the answer is at the end
 
 INSTRUCTION = (
     "You grade a response to a task. Reply with one number between 0 and 1 and nothing else: 1 when the response "
@@ -76,7 +76,7 @@ def question(problem: Problem, completion: str, instruction: str = INSTRUCTION, 
         parts.append(f"Reference answer:\n{problem.answer}")
     if criteria:
         parts.append(criteria)
-    shown = _ENDS.sub(r"<\\/\1", completion[-MAX_COMPLETION:])  # it must not close its own frame
+    shown = _ENDS.sub(r"<\\/\1", completion[-MAX_COMPLETION:])  # it must not close <response>
     parts.append(f"Response to grade:\n<response>\n{shown}\n</response>")
     return [{"role": "system", "content": instruction}, {"role": "user", "content": "\n\n".join(parts)}]
 
@@ -152,13 +152,14 @@ def criteria_of(problem: Problem, common: Sequence[Criterion], column: str | Non
 
 
 def share_met(weights: Sequence[float], met: Sequence[float]) -> float:
-    """Return Σ w·c / Σ |w|, in [−1, 1]. ``met`` are the c, in [0, 1]; at least one weight is not 0."""
+    """Return Σ w·c / Σ |w|, in [−1, 1], of the grades c in ``met``, each in [0, 1]. At least one weight is not 0."""
     return sum(weight * grade for weight, grade in zip(weights, met, strict=True)) / sum(map(abs, weights))
 
 
 def parse_met(text: str, criteria: Sequence[Criterion]) -> list[float]:
-    """Return the grade in [0, 1] of every criterion. The reply must be one JSON object with the keys "1", "2", …,
-    optionally fenced. Raises ValueError for any other text, because the judge might quote the response."""
+    """Return the grade in [0, 1] of every criterion. The reply must be one JSON object with the keys "1", "2", …, with
+    or without a Markdown fence. Raises ValueError for any other text, in which the judge might be quoting the graded
+    response."""
     reply = without_thinking(text)
     fenced = _FENCED.fullmatch(reply)
     try:
@@ -179,7 +180,8 @@ def parse_met(text: str, criteria: Sequence[Criterion]) -> list[float]:
 
 def read_criteria(value: object) -> list[Criterion]:
     """Return a problem's criteria from a list (or its JSON) of texts or of tables with a text, an optional name
-    (default ``own_1``, ``own_2``, …) and an optional weight (a number or a word). Raises ValueError."""
+    (default ``own_1``, ``own_2``, …) and an optional weight (a number or a word). Raises ValueError for anything
+    else."""
     rows = json.loads(value) if isinstance(value, str) else value
     if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
         raise ValueError(f"the problem's criteria are {type(rows).__name__}, not a list")
@@ -196,7 +198,6 @@ def read_criteria(value: object) -> list[Criterion]:
 
 
 def weight_of(value: object) -> float:
-    """Return a weight as a number. Raises ValueError unless it is a finite number or a known word."""
     if isinstance(value, str) and value.lower() in RUBRIC_WEIGHTS:
         return RUBRIC_WEIGHTS[value.lower()]
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9:

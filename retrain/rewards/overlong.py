@@ -18,7 +18,8 @@ def overlong_penalty(tokens: int, longest: int, soft: int) -> float:
 
 
 def punish_overlong(groups: Sequence[Group], longest: int, soft: int) -> list[Group]:
-    """Return the groups with the penalty added to every reward, and recorded; missing rewards stay missing."""
+    """Return the groups with the penalty added to every reward and recorded as a sample metric. Missing rewards stay
+    missing."""
 
     def punished(rollout: Rollout) -> Rollout:
         reward = rollout.reward

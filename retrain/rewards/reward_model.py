@@ -1,7 +1,8 @@
 """``reward_model``: the score that a sequence-classification model with one label gives to a whole conversation.
 
 The conversation is the problem's messages and the completion, in the reward model's own chat template (without a
-template: the problem, a blank line, the completion). The score is read at its last token, as transformers does.
+template: the problem, a blank line, the completion). The score is read at the last token of the conversation, as in
+transformers.
 
 The last bits of a score depend on the other rows of the batch. So that scores do not depend on which groups arrive
 together, a batch holds answers to one problem only.
@@ -46,7 +47,7 @@ class RewardModelReward(Reward):
         try:
             config = AutoConfig.from_pretrained(self.directory, local_files_only=True)
             self.tokenizer = AutoTokenizer.from_pretrained(self.directory, local_files_only=True)
-        except Exception as error:  # of whatever kind, from files that somebody else has written
+        except Exception as error:  # files from elsewhere can cause any kind of error
             raise _refused(model, f"it cannot be read: {first_line(error)}") from error
         text = config.get_text_config()
         limits = [getattr(text, "max_position_embeddings", None), getattr(self.tokenizer, "model_max_length", None)]
@@ -59,7 +60,7 @@ class RewardModelReward(Reward):
         for index, (problem, completion) in enumerate(items):
             try:
                 rows[index] = self.token_ids(problem, completion)
-            except Exception as error:  # whatever the template's own code raises
+            except Exception as error:  # the template's own code can raise anything
                 results[index] = failed(str(error) if isinstance(error, ModelError) else described(error))
         # Rows to score together are answers to one problem that follow each other, ordered by length.
         for _, same in groupby(rows, key=lambda index: items[index][0].id):
@@ -98,7 +99,7 @@ class RewardModelReward(Reward):
             return [checked(score) for score in self._weights.scores(rows)]
         except Exception as error:  # out of memory, files that are gone: never the run
             if len(rows) > 1 and self._weights is not None:
-                # One bad row, or memory for too many: score each by itself.
+                # One row may be faulty, or memory too small for all: score each row separately.
                 return [result for row in rows for result in self._scored([row])]
             reason = first_line(error) if isinstance(error, ModelError | OSError) else described(error)
             return [failed(f"the reward model failed: {reason}") for _ in rows]
@@ -123,7 +124,7 @@ def find_reward_model(model: str, base_dir: Path | None) -> Path:
 
     try:
         directory = Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
-    except Exception as error:  # of the network, of whatever kind
+    except Exception as error:  # any kind of network error
         hint = "with no network, download it elsewhere and give the directory's path"
         raise _refused(model, f"{first_line(error).rstrip('.')}; {hint}") from error
     if fault := reward_model_fault(str(directory)):
@@ -145,8 +146,8 @@ class RewardModelWeights:
         import torch
 
         with self.lock, torch.no_grad():
-            # transformers reads a score at the last token that is not padding. A model without a padding token of its
-            # own reads single rows at their end, whatever stands there: no row may end with what pads the others.
+            # transformers reads a score at the last token that is not padding. A model without a padding token gets one
+            # here with which no row ends; it would read the score of such a row too early.
             ends = {row[-1] for row in rows}
             pad = self.pad if self.pad is not None else next(i for i in range(len(ends) + 1) if i not in ends)
             for config in (self.model.config, self.model.config.get_text_config()):
@@ -170,7 +171,7 @@ def cached_weights(directory: Path, device: str) -> RewardModelWeights:
         key = (str(directory), device, files_digest(directory))
         weights = _LOADED.get(key)
         if weights is None:
-            _LATEST.clear()  # a model that no grader has any more makes room
+            _LATEST.clear()  # frees the memory of a model that no grader uses any more
             weights = _LOADED[key] = _load(directory, device)
         _LATEST[:] = [weights]
         return weights
@@ -183,7 +184,7 @@ def _load(directory: Path, device: str) -> RewardModelWeights:
 
     if not sys.stderr.isatty():
         disable_progress_bar()
-    with torch.random.fork_rng(devices=[]):  # whatever is drawn while a model is made
+    with torch.random.fork_rng(devices=[]):  # making a model draws random numbers
         model, info = AutoModelForSequenceClassification.from_pretrained(
             directory,
             # On a CPU half precision is slow, or lacks kernels.

@@ -22,10 +22,11 @@ MEMORY_BYTES = 2 << 30
 
 
 class MathReward(Reward):
-    r"""Grades 1 if the answer is mathematically equal to the reference, else 0; ``strict`` as in ``answer_text``.
+    r"""Grades 1 if the answer is mathematically equal to the reference, else 0.
 
-    Raises MissingExtra if math-verify is not installed. No marked answer, or a box never closed, scores 0; an
-    expression that exceeds ``timeout_s`` seconds or 2 GiB has the reward null.
+    ``strict``: only a marked answer counts (``answer_text``). No answer, or a box that is never closed, scores 0; an
+    expression that exceeds ``timeout_s`` seconds or 2 GiB has the reward null. Raises MissingExtra if math-verify is
+    not installed.
     """
 
     name = "math"
@@ -38,7 +39,8 @@ class MathReward(Reward):
         self.pool = WorkerPool(entry, {}, workers=workers, limits=WorkerLimits(timeout_s, MEMORY_BYTES))
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Return results in order; only answers that text alone cannot decide go to the workers, each pair once."""
+        """Return results in order. Pairs of answer and reference that text alone cannot decide go to the workers, equal
+        pairs once."""
         pairs = [(problem.answer, marked_answer(problem, text, self.strict) or "") for problem, text in items]
         verdicts: dict[tuple[str, str], bool | str | None] = {pair: verdict_by_text(*pair) for pair in pairs}
         open_pairs = [pair for pair, verdict in verdicts.items() if verdict is None]

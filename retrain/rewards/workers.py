@@ -2,7 +2,7 @@
 
 A job that hangs, exhausts memory, calls ``os._exit`` or is killed fails alone: its worker is killed with all its
 children and replaced. Workers are plain ``python -c`` processes (no fork of the trainer, no import
-of its main module or of torch), started when the first job comes. Their stdin, stdout and stderr are the null device,
+of its main module or of torch), which start with the first job. Their stdin, stdout and stderr are the null device,
 so that nothing a reward prints reaches the terminal or the protocol.
 
 Frames are those of ``multiprocessing.connection``: jobs are pickled (they come from the trainer), replies are JSON
@@ -58,7 +58,7 @@ class _Worker:
     def __init__(self, python: str, path: Sequence[str]):
         self.socket, theirs = socket.socketpair()
         environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        environment["PYTHONHASHSEED"] = "0"  # code that walks over sets gives every process the same
+        environment["PYTHONHASHSEED"] = "0"  # iteration over sets has the same order in every process
         with theirs:
             self.process = subprocess.Popen(
                 [python, "-c", _BOOT, str(theirs.fileno()), json.dumps(path)],
@@ -87,7 +87,7 @@ class _Worker:
             raise ValueError("not an object")
         self.socket.setblocking(False)
         with contextlib.suppress(BlockingIOError, ConnectionError):
-            if self.socket.recv(1, socket.MSG_PEEK):  # empty: the process has ended since
+            if self.socket.recv(1, socket.MSG_PEEK):  # empty if the process has ended meanwhile
                 raise ValueError("more than one reply")
         return reply
 
@@ -115,8 +115,9 @@ class _Worker:
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """Limits of a worker process: wall-clock seconds per job; private memory (RLIMIT_DATA, because libraries such as
-    torch map far more address space than they use); seconds until the worker is ready."""
+    """Limits of a worker process. ``timeout_s``: wall-clock seconds per job. ``memory_bytes``: private memory
+    (RLIMIT_DATA, because libraries such as torch map far more address space than they use). ``start_s``: seconds until
+    the worker is ready."""
 
     timeout_s: float
     memory_bytes: int
@@ -126,9 +127,9 @@ class WorkerLimits:
 class WorkerPool:
     """Runs jobs in up to ``workers`` processes, with one waiting thread per process.
 
-    ``entry`` is ``module:function``: called in the worker with ``arguments``, it returns the function that takes a job
-    and returns a JSON value. ``subject`` names what runs in messages. ``python``: another interpreter for the workers,
-    which then can import, besides its own packages, only this package and ``folders``.
+    ``entry`` names a factory as ``module:function``. A worker calls it with ``arguments`` and gets the function that
+    runs a job and returns a JSON value. ``subject``: name of the jobs in messages. ``python``: another interpreter for
+    the workers; besides its own packages it can import only retrain and modules in ``folders``.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class WorkerPool:
         self._alive: list[_Worker] = []
         self._idle: list[_Worker] = []
         self._failed_starts = self._timeouts = 0
-        self._fatal: str | None = None  # why no further job of this batch is given out
+        self._fatal: str | None = None  # Why the remaining jobs of this batch are not run
         self._lock = threading.Lock()
         self._starting = threading.Lock()
         weakref.finalize(self, _close_all, self._alive)
@@ -164,8 +165,8 @@ class WorkerPool:
             self._idle.append(self._ready_worker())
 
     def map(self, jobs: Sequence[object], timeout_s: float | None = None) -> list[Reply]:
-        """Return one reply per job, in order; faults of a job do not raise. ``timeout_s``: a limit other than the
-        pool's."""
+        """Return one reply per job, in order. A job that fails does not raise: its reply has an ``error``.
+        ``timeout_s``: time limit of a job in place of the pool's."""
         limit_s = timeout_s or self.timeout_s
         with self._lock:
             self._failed_starts, self._timeouts, self._fatal = 0, 0, None
@@ -173,7 +174,7 @@ class WorkerPool:
                 futures = [threads.submit(self._answer, job, limit_s) for job in jobs]
                 try:
                     return [future.result() for future in futures]
-                except BaseException:  # interrupted between frames: no worker may answer the next call's jobs
+                except BaseException:  # a worker that is still busy would send this job's reply to the next call
                     with self._starting:
                         self._fatal = "interrupted"
                         for worker in list(self._alive):
@@ -244,9 +245,10 @@ class WorkerPool:
                 self._fatal = f"{self.subject}'s worker process cannot start: {reason}"
 
     def _ending(self, worker: _Worker, error: Exception) -> str:
-        """Discard a worker after a fault; return the fault, with the exit status of the process if it has ended."""
+        """Discard a worker after a fault. Return a description of the fault, with the exit status if the process has
+        ended."""
         fault = "ended" if isinstance(error, EOFError) else f"sent an invalid reply ({error})"
-        with contextlib.suppress(subprocess.TimeoutExpired):  # let it finish dying, to learn how
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be ending just now
             worker.process.wait(0.1)
         status = worker.process.poll()
         self._discard(worker)
@@ -266,9 +268,10 @@ def _close_all(workers: list[_Worker]) -> None:
 def serve(descriptor: int) -> None:
     """Serve jobs on the socket ``descriptor``. The first frame is the set-up: entry, arguments, subject, memory limit.
 
-    The entry ``module:function`` is called once with the arguments and returns the function that runs a job. Replies:
-    ``{"ready": true, "facts": …}`` once (the function's attribute ``facts``, JSON) or ``{"fatal": text}``, then
-    ``{"value": …}`` or ``{"error": text}`` per job; ``"retire"`` asks to be replaced (memory ran out).
+    The entry ``module:function`` is called once with the arguments and returns the function that runs a job. The first
+    reply is ``{"ready": true, "facts": …}`` (the function's attribute ``facts``) or ``{"fatal": text}``. Each job then
+    has the reply ``{"value": …}`` or ``{"error": text}``; with ``"retire": true``, memory ran out and this process
+    ends.
     """
     _ignore_termination_signals()
     connection = Connection(descriptor)
@@ -284,7 +287,7 @@ def serve(descriptor: int) -> None:
         _send(connection, {"fatal": _reason(error)})
         return
     _send(connection, {"ready": True, "facts": getattr(grade, "facts", {})})
-    _install_empty_handlers()  # again: a module that was imported may have put its own handlers there
+    _install_empty_handlers()  # again, because an imported module may have installed its own
     # If the trainer is killed while a job hangs, the alarm's default action kills this process.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     while frame := _receive(connection):
@@ -309,7 +312,7 @@ def _ignore_termination_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINATION_SIGNALS)
 
-    # A signal that reaches a fork before its handlers are the default ones waits until they are.
+    # The signals are blocked around a fork until the child has the default handlers.
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, TERMINATION_SIGNALS),
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINATION_SIGNALS),
@@ -329,7 +332,7 @@ def _reply(grade: Callable[[Any], object], frame: bytes, subject: str) -> dict[s
         return {"value": value}
     except MemoryError:
         return {"error": f"MemoryError: {subject} needed more memory than its limit", "retire": True}
-    except BaseException as error:  # whatever a reward raises costs one completion, never the run
+    except BaseException as error:  # an error of a reward costs one completion, never the run
         return {"error": _reason(error)}
 
 
@@ -346,7 +349,6 @@ def _limit(memory_bytes: int) -> None:
 
 
 def _receive(connection: Connection) -> bytes:
-    """Return the payload of the next frame; b"" when the trainer closed the connection."""
     try:
         return connection.recv_bytes()
     except (EOFError, OSError):

@@ -94,8 +94,9 @@ class GaeAdvantage(CreditStep):
 
 
 def sequence_kl(scores: Scores, kl: RewardKL) -> dict[str, float]:
-    """Return TRL's metrics: the KL to the base (mean over rollouts of the sum over tokens, with the reward's estimator,
-    else k1), and the reward's penalty from it. {} without reference scores or tokens."""
+    """Return two metrics as in TRL: ``objective/kl``, the KL to the base summed over tokens, as a mean over rollouts
+    (by the estimator of the KL reward, or k1 without one), and ``objective/non_score_reward``, what the KL reward adds.
+    Empty without reference scores or tokens."""
     lengths = [len(logprobs_T) for logprobs_T in scores.logprobs or ()]
     rows = [row for row, length in enumerate(lengths) if length]
     if scores.reference is None or not rows:

@@ -10,8 +10,9 @@ with G_t of the group's other rollouts that reached turn t; a turn that no other
 (turn-level group-relative advantages; arXiv 2505.11821 is related).
 
 With ``turn_credit = "state"`` (GiGPO, arXiv 2505.10978) whole episodes are compared. In addition, G_t is compared among
-all turns of the group that began with the same observation, also turns of one rollout. Published code counts such a
-turn once per rollout, or every time; here every time. A state that occurs only once adds nothing.
+all turns of the group that began with the same observation (state), also turns of one rollout. Where a rollout reaches
+a state several times, published code counts one turn or all of them; here all count. A state that occurs only once adds
+nothing.
 
 The last axis of ``rewards_N`` is the group; leading axes are batched, so [N] and [P, N] both work. Results are float64
 and carry no gradient. Rewards that differ by less than 1e-8 (relative to the largest, absolute below 1) count as equal:
@@ -225,10 +226,10 @@ def _whitened(rated: Sequence[tuple[ComparedRollouts, list[float]]]) -> list[tup
 
 @dataclass(frozen=True)
 class SpreadAdvantage(CreditStep):
-    """Sets the loss mask and token advantages (unless a critic has) of every rollout with an advantage, and the
-    denominators, which count all these rollouts.
+    """Spreads the advantage of each rollout or turn over its tokens, unless a critic has set token advantages. Also
+    sets loss masks, and denominators that count all rollouts with an advantage.
 
-    With ``keeps_uniform_groups`` groups whose advantages are all 0 train too.
+    With ``keeps_uniform_groups``, groups whose advantages are all 0 train too.
     """
 
     keeps_uniform_groups: bool
@@ -261,7 +262,7 @@ def _token_advantages(rollout: CreditedRollout) -> np.ndarray:
 
 
 def checked_rewards(rewards_N: Rewards_PN) -> Doubles_PN:
-    """Return rewards as detached float64; ValueError unless they are finite and have a group axis."""
+    """Return rewards as detached float64. Raises ValueError unless they are finite and have a group axis."""
     if rewards_N.dim() == 0:
         raise ValueError("rewards need a group axis: got a single number")
     rewards_N = rewards_N.detach().to(torch.float64)
@@ -327,8 +328,9 @@ def maxrl(rewards_N: Rewards_PN) -> Doubles_PN:
 def whiten(advantages_B: Floats_B, token_counts_B: Values_B) -> Doubles_B:
     """Return (A − mean)/std over all trained tokens of the batch, float64 [B] (REINFORCE++, arXiv 2501.03262).
 
-    ``advantages_B`` holds r_i − r̄ of every completion, which all its ``token_counts_B`` tokens share, so mean and
-    population standard deviation are weighted by length. A standard deviation of 0, or no token at all, gives 0.
+    ``advantages_B`` holds r_i − r̄ of every completion. All ``token_counts_B`` tokens of a completion share its
+    advantage, so mean and population standard deviation are weighted by length. A standard deviation of 0, or no token
+    at all, gives 0.
     """
     advantages_B = checked_rewards(advantages_B)
     counts_B = token_counts_B.detach().to(advantages_B)
@@ -337,7 +339,6 @@ def whiten(advantages_B: Floats_B, token_counts_B: Values_B) -> Doubles_B:
     total = counts_B.sum()
     if float(total) <= 0.0:
         return torch.zeros_like(advantages_B)
-    # Every token of a completion has its advantage: the mean over tokens weights completions by length.
     centred_B = advantages_B - (advantages_B * counts_B).sum() / total
     deviation = ((centred_B.square() * counts_B).sum() / total).sqrt()
     return torch.zeros_like(centred_B) if float(deviation) < EQUAL_REWARDS else centred_B / deviation

@@ -21,7 +21,7 @@ MIN_MEAN_UNCERTAINTY = 1e-7  # Below it h/h̄ is a quotient of rounding errors
 
 @dataclass(frozen=True)
 class GtpoWeights(TokenCreditStep):
-    """Multiplies token advantages by ``gtpo_weights`` of the uncertainties, pooled ones if SEPA has pooled them."""
+    """Multiplies token advantages by ``gtpo_weights`` of the uncertainties, which SEPA may have pooled before."""
 
     beta: float
 

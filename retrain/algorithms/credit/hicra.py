@@ -17,8 +17,8 @@ from retrain.types import CreditedBatch, CreditedRollout
 class Hicra(TokenCreditStep):
     """Adds ``alpha``·|A_t| to the advantage of planning tokens.
 
-    With ``placebo_stream`` (a random stream), random tokens are amplified instead, as many in each completion as it has
-    planning tokens: a control.
+    As a control experiment, ``placebo_stream`` (a random stream) amplifies random tokens instead: in each completion as
+    many as it has planning tokens.
     """
 
     alpha: float
@@ -36,7 +36,7 @@ class Hicra(TokenCreditStep):
 
 @torch.no_grad()
 def hicra(advantages_BT: Floats_BT, planning_BT: Mask_BT, alpha: float) -> Floats_BT:
-    """Return A_t + α|A_t| on planning tokens, else A_t (arXiv 2509.03646): positive ones grow, negative ones shrink.
+    """Return A_t + α|A_t| on planning tokens, else A_t (arXiv 2509.03646): negative advantages shrink, others grow.
 
     Raises ValueError unless 0 ≤ α < 1.
     """
@@ -47,9 +47,10 @@ def hicra(advantages_BT: Floats_BT, planning_BT: Mask_BT, alpha: float) -> Float
 
 @torch.no_grad()
 def placebo_mask(uniforms_BT: Floats_BT, planning_BT: Mask_BT, mask_BT: Mask_BT) -> Mask_BT:
-    """Return a mask of as many random tokens per completion as it has planning tokens: HICRA's control, bool [B, T].
+    """Return a mask, bool [B, T], of random tokens: in each completion as many as it has planning tokens.
 
-    ``uniforms_BT``: random numbers; the tokens with the smallest are chosen, ties by position.
+    ``uniforms_BT`` holds a random number for each token. The tokens with the smallest numbers are chosen, the earlier
+    one of equal numbers first.
     """
     counts_B_1 = (planning_BT & mask_BT).sum(1, keepdim=True)
     shuffled_BT = torch.where(mask_BT, uniforms_BT.detach().to(torch.float64), math.inf)  # padding sorts last

@@ -65,7 +65,8 @@ def _phrase_pattern(phrase: str) -> re.Pattern[str]:
 
 
 def lowered(text: str) -> str:
-    """Return the text in lower case, of the same length, so that positions stay valid: "İ".lower() has length 2."""
+    """Return the text in lower case. A character such as "İ", whose lower case has two characters, is kept, so that
+    character positions stay valid."""
     lower = text.lower()
     return lower if len(lower) == len(text) else "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
 

@@ -1,8 +1,8 @@
-"""Masks completions (``[algorithm] rejection``) and tokens (M2PO) in the policy loss if trainer and sampler disagree
-about them, and counts the divisor of the loss after that.
+"""Masks completions (``[algorithm] rejection``) and tokens (M2PO) on which trainer and sampler disagree, in the policy
+loss. The divisor of the loss is counted afterwards.
 
 Completions are rejected once per step. M2PO bounds how far the policy moves from the sampler, so with several updates
-it chooses again before each update (``mask_minibatch``), among that update's tokens.
+it chooses again before each update (``mask_minibatch``), among the tokens of that update.
 
 Rejection only sets weights in the policy loss to 0. Rejected tokens still count in the other terms of the loss and in
 all statistics.
@@ -35,7 +35,7 @@ class RejectionMask(CreditStep):
     """Sets ``policy_weights_T`` of every rollout that has a reward, and the divisors if only kept tokens count.
 
     Reads the trainer's log-probabilities before the update. A sequence is what one sample trains on: a whole rollout,
-    unless the conversation was rewritten. With ``several_updates`` M2PO is left to ``mask_minibatch``.
+    unless the conversation was rewritten. With ``several_updates``, M2PO is applied by ``mask_minibatch`` instead.
     """
 
     algorithm: AlgorithmSection
@@ -126,11 +126,12 @@ def _shares(kept_BT: Mask_BT, mask_BT: Mask_BT) -> dict[str, float]:
 
 
 def mask_minibatch(batch: StepBatch, policy: Policy, algorithm: AlgorithmSection) -> tuple[StepBatch, dict[str, float]]:
-    """Return the batch of one of several updates, masked by M2PO under the current policy, and the masked shares.
+    """Mask tokens of one update's batch by M2PO under the current policy. Return the batch, and the masked shares as
+    metrics.
 
     M2PO chooses among all sampled tokens of the update with a nonzero advantage, so micro-batches do not change it.
-    Rejected completions stay masked. Takes one forward pass, but none before the first update, whose log-probabilities
-    are known.
+    Rejected completions stay masked. This takes one forward pass, except before the first update, for which
+    log-probabilities are known.
     """
     samples = batch.samples
     logprobs = [sample.old_logprobs[sample.action_mask] for sample in samples if sample.old_logprobs is not None]

@@ -1,9 +1,8 @@
-"""SEPA, selective entropy pooling with annealing: uncertainties of execution tokens (all but planning tokens) move to
-their completion's mean.
+"""SEPA, selective entropy pooling with annealing: the uncertainties of execution tokens (all but planning tokens) move
+towards the mean of their completion.
 
-Order within a step: λ follows from earlier batches (``SepaState.pooling``); then the batch is observed
-(``SepaState.after``). A batch that reaches the gate therefore opens it for the next step, where the ramp's clock starts
-at 0.
+λ of a step follows from earlier batches (``SepaState.pooling``); only then is the step's batch observed
+(``SepaState.after``). A batch that reaches the gate therefore opens it for the next step, at which the ramp starts.
 """
 
 import math
@@ -20,11 +19,12 @@ from retrain.config.algorithm import Sepa
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.types import CreditedBatch, CreditedRollout
 
-NO_VARIANCE = 1e-12  # A var₀ below it is rounding, and a quotient by it says nothing
+NO_VARIANCE = 1e-12  # A var₀ below this is nothing but rounding and cannot be a divisor
 
 
 class SepaPooling(CreditStep):
-    """Selective entropy pooling (``sepa_pool``) with the step's λ; the batch then updates the next λ."""
+    """Pools uncertainties (``sepa_pool``) with the λ of the step, then updates the state from which the next λ
+    follows."""
 
     name = "sepa"
 
@@ -96,10 +96,11 @@ class SepaState:
         return self.opened_at is not None and step >= self.opened_at
 
     def pooling(self, sepa: Sepa, step: int) -> float:
-        """Return λ in [0, 1] for ``step``: 0 behind a shut gate; a linear ramp counted from the gate's opening.
+        """Return λ in [0, 1] for ``step``: 0 while the gate is shut, then a linear ramp that begins ``delay_steps``
+        later.
 
-        ``auto`` takes the larger of the ramp and 1 − min(varEMA/(var₀·threshold), 1). The latter needs a var₀, set at
-        the end of warm-up, above ``NO_VARIANCE``. ``steps = 0`` means no ramp.
+        The schedule ``auto`` takes the larger of the ramp and 1 − min(varEMA/(var₀·threshold), 1), as soon as the
+        warm-up has set a var₀ above ``NO_VARIANCE``. ``steps = 0`` means no ramp.
         """
         if self.opened_at is None or step < self.opened_at:
             return 0.0
@@ -112,8 +113,9 @@ class SepaState:
     def after(self, sepa: Sepa, step: int, correct_rate: float, exec_variance: float | None) -> "SepaState":
         """Return the state after the batch of ``step``.
 
-        ``exec_variance`` is the batch variance of the raw execution uncertainty, None without execution tokens (the
-        average then stays). The gate opens for ``step + 1`` and never shuts again.
+        ``exec_variance`` is the batch's variance of the uncertainty of execution tokens before pooling. It is None for
+        a batch without such tokens, which does not change the running variance. The gate opens for ``step + 1`` and
+        never shuts again.
         """
         state = self
         if self.opened_at is None and correct_rate >= sepa.correct_rate_gate:

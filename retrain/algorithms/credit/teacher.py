@@ -2,8 +2,8 @@
 
 On-policy distillation minimises the reverse KL divergence Σ_t KL(π ‖ π_teacher) on the student's own samples. Its
 policy gradient has the advantage −(ln π − ln π_teacher) of the token itself, without later tokens (discount 0; Thinking
-Machines, "On-Policy Distillation"; verl pull request 4897). The advantage is a constant: as a loss, the estimate k1
-would have no gradient in expectation, and k3 that of the forward divergence.
+Machines, "On-Policy Distillation"; verl pull request 4897). The advantage carries no gradient. As a loss, the estimate
+k1 would have an expected gradient of 0, and k3 the gradient of the forward divergence.
 
 The teacher's advantage is added after token credit, which spreads only the reward, and before rejection. Differences
 from published code: it is added to the reward's advantage, not to the reward, so that it is neither compared within
@@ -30,7 +30,7 @@ class TeacherAdvantage(CreditStep):
 
     Groups whose rewards are all the same train as well. A rollout that the teacher does not score (an empty array)
     keeps reward_weight · A. Reads the ``teacher``'s log-probabilities, and with ``student = "trainer"`` the policy's.
-    Raises RunFailed where the teacher's are not finite.
+    Raises RunFailed if a log-probability of the teacher is not finite.
     """
 
     section: Distillation

@@ -1,4 +1,4 @@
-"""Token credit by a function of the user's."""
+"""Token credit by a user's function."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

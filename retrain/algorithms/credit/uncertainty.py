@@ -25,7 +25,7 @@ Uncertainty = str | Callable[..., object]
 class TokenUncertainty(TokenCreditStep):
     """Sets the uncertainty of the tokens of every rollout with an advantage, and records its statistics.
 
-    ``kind`` is one of ``UNCERTAINTIES`` or a function of the user's.
+    ``kind`` is one of ``UNCERTAINTIES`` or a user's function.
     """
 
     kind: Uncertainty
@@ -40,9 +40,9 @@ class TokenUncertainty(TokenCreditStep):
 
 
 def without_padding(name: str, values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
-    """Return detached values with 0 in the padding; ValueError when a trained token holds NaN."""
+    """Return detached values with 0 in the padding. Raises ValueError if a trained token has NaN."""
     values_BT = torch.where(mask_BT, values_BT.detach(), 0.0)
-    # NaN propagates to the sum, so most calls make one reduction. The sum of ∞ and −∞ is NaN too: look again.
+    # NaN propagates to the sum, so most calls need one reduction. The second check excludes a sum of ∞ and −∞.
     if bool(torch.isnan(values_BT.sum())) and bool(torch.isnan(values_BT).any()):
         row, column = torch.nonzero(torch.isnan(values_BT))[0].tolist()
         raise ValueError(f"{name} is NaN at completion {row}, token {column}")
@@ -50,7 +50,8 @@ def without_padding(name: str, values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats
 
 
 def per_token(kind: str, function: Callable[..., object], result: object, mask_BT: Mask_BT, entry: str) -> Tensor:
-    """Return a plug-in's result for every token, 0 in the padding; PluginError for another shape, NaN or infinity."""
+    """Return a plug-in's result for every token, 0 in the padding. Raises PluginError for another shape, NaN or
+    infinity."""
     plugin = f"{kind} plug-in {plugin_name(function)}"
     values_BT = of_shape(plugin, result, mask_BT, "tokens", f"one {entry} per token").detach()
     values_BT = torch.where(mask_BT, values_BT, 0.0)
@@ -86,9 +87,9 @@ UNCERTAINTIES: dict[str, Callable[[Floats_BT, Floats_BT | None, Mask_BT], Floats
 def uncertainty(kind: Uncertainty, logprobs_BT: Floats_BT, entropy_BT: Floats_BT | None, mask_BT: Mask_BT) -> Floats_BT:
     """Return the uncertainty h ≥ 0 of every trained token, [B, T], 0 in the padding, in nats (a variance has no unit).
 
-    ``surprisal`` −log p; ``predictive_variance`` p(1 − p); ``shannon_entropy`` the given full-vocabulary entropy of
-    the sampled distribution; or a function(logprobs_BT, entropy_BT, mask_BT). Clamped to [0, 50]. Raises
-    ValueError for NaN, an unknown kind or a missing entropy; PluginError for a plug-in's bad result.
+    ``kind`` is ``surprisal`` (−log p), ``predictive_variance`` (p(1 − p)), ``shannon_entropy`` (``entropy_BT``, the
+    full-vocabulary entropy of the sampled distribution) or a function(logprobs_BT, entropy_BT, mask_BT). h is clamped
+    to [0, 50]. Raises ValueError for NaN, an unknown kind or a missing entropy; PluginError for a plug-in's bad result.
     """
     if callable(kind):
         result = torch.as_tensor(kind(logprobs_BT.detach(), entropy_BT, mask_BT)).to(logprobs_BT)
@@ -101,7 +102,7 @@ def uncertainty(kind: Uncertainty, logprobs_BT: Floats_BT, entropy_BT: Floats_BT
 
 
 def moments(values_BT: Floats_BT, where_BT: Mask_BT) -> tuple[float | None, float | None]:
-    """Return mean and population variance over the marked tokens; None, None when there are none."""
+    """Return mean and population variance over the tokens of ``where_BT``; (None, None) for no token."""
     weight_BT = where_BT.to(values_BT)
     count = float(weight_BT.sum(dtype=torch.float64))
     if count == 0.0:
@@ -115,10 +116,12 @@ def moments(values_BT: Floats_BT, where_BT: Mask_BT) -> tuple[float | None, floa
 def uncertainty_stats(
     kind: Uncertainty, h_BT: Floats_BT, logprobs_BT: Floats_BT, planning_BT: Mask_BT | None, mask_BT: Mask_BT
 ) -> dict[str, float | None]:
-    """Return the catalogue's plan/exec keys over all trained tokens.
+    """Return the catalogue's metrics about planning (``plan``) and execution (``exec``) tokens, over all trained
+    tokens.
 
-    ``*_surprisal_*`` is of −log p whatever ``kind`` is; ``*_entropy_*`` is of the full-vocabulary entropy when that is
-    the kind and repeats the surprisal otherwise. All None without a planning mask.
+    The keys ``*_surprisal_*`` are about −log p whatever ``kind`` is. The keys ``*_entropy_*`` are about the
+    full-vocabulary entropy if ``kind`` is ``shannon_entropy``, else they repeat the surprisal. All are None without a
+    planning mask.
     """
     sides = ("exec", "plan")
     kinds = ("surprisal", "entropy")

@@ -13,8 +13,8 @@ LEAST_PROBABILITY = 1e-8  # Added inside the logarithm of the probabilities of a
 
 @dataclass(frozen=True)
 class DPPO(PolicyLoss):
-    """−sg(keep·min(ρ, cap))·A·log π with ρ = π/π_sampler; keep is 0 for tokens further than ``threshold`` from the
-    sampler that A pushes still further.
+    """−sg(keep·min(ρ, cap))·A·log π with ρ = π/π_sampler. keep is 0 for a token whose divergence from the sampler
+    exceeds ``threshold`` and which A would move further away, else 1.
 
     ``threshold`` = None takes the value of ``THRESHOLDS``. The divergence of π from the sampler μ is over two events,
     this token and any other: ``tv`` |π − μ|, ``kl`` KL(μ ‖ π).
@@ -40,7 +40,7 @@ class DPPO(PolicyLoss):
             other_BT = ((1.0 - sampler_BT + LEAST_PROBABILITY) / (1.0 - now_BT + LEAST_PROBABILITY)).log()
             divergence_BT = -sampler_BT * log_ratio_BT + (1.0 - sampler_BT) * other_BT
         far_BT = divergence_BT > self.limit
-        # Only tokens that have moved where their advantage leads: a step back towards the sampler stays allowed.
+        # Only tokens that have moved in the direction of their advantage: a step back towards the sampler is allowed.
         low_BT = far_BT & (advantages_BT < 0.0) & (now_BT < sampler_BT)
         high_BT = far_BT & (advantages_BT > 0.0) & (now_BT > sampler_BT)
         weight_BT = torch.where(low_BT | high_BT, 0.0, log_ratio_BT.exp().clamp(max=self.cap))  # constant: detached

@@ -41,7 +41,7 @@ class M2PO(PolicyLoss):
         if not len(squares_M):
             return mask_BT.clone()
         means_M = squares_M.cumsum(0) / torch.arange(1, len(squares_M) + 1, device=squares_M.device)
-        last_M = torch.ones_like(squares_M, dtype=torch.bool)  # the last of equal ones
+        last_M = torch.ones_like(squares_M, dtype=torch.bool)  # whether it is the last of equal squares
         last_M[:-1] = squares_M[:-1] != squares_M[1:]
         # Running means of ascending squares do not decrease, so those that fit form a prefix.
         fits_M = (means_M < self.threshold) & last_M
