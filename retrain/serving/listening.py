@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from retrain.errors import UsageError
 
 KEEP_ALIVE_S = 75
-"""Seconds that a connection may be idle: longer than clients keep one, so that they close it first."""
+"""Seconds that a connection may be idle: longer than clients keep it open, so that they close it first."""
 ARRIVAL_S, ARRIVAL_RATE = 30.0, 100_000
 """Seconds within which a request must arrive, plus one second per ``ARRIVAL_RATE`` bytes."""
 
@@ -81,8 +81,8 @@ class TimedProtocol(H11Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn server that reports when it is ready. The first signal lets it finish its requests and return; the second
-    one does not wait for them. A request that does not arrive within ``arrival_s`` seconds is dropped."""
+    """uvicorn server that calls ``ready`` when it listens. After the first signal it finishes its requests and returns;
+    after the second it returns at once. A request that does not arrive within ``arrival_s`` seconds is dropped."""
 
     def __init__(self, app: ASGIApp, ready: Callable[[], None], arrival_s: float = ARRIVAL_S):
         protocol: Any = partial(TimedProtocol, arrival_s)  # uvicorn calls it like a class
@@ -99,6 +99,6 @@ class HttpServer(uvicorn.Server):
         self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn's own would also raise the signal again at the end.
+        # uvicorn's own method would also raise the signal again at the end.
         self.force_exit = self.should_exit
         self.should_exit = True

@@ -24,7 +24,7 @@ from retrain.errors import printable
 from retrain.plugins import described
 from retrain.rewards.workers import WorkerLimits, WorkerPool
 
-INSTANCES = 8  # Problems of each task that a check generates, twice
+INSTANCES = 8  # Problems of each task that a check generates, in both orders
 FULL = 1 - 1e-6  # Minimum score that a task must give to its reference answer
 LOW = 0.5  # Score that a nonsense answer must stay below
 NONSENSE = ("zzz", "", "zzz " * 2000)
@@ -79,8 +79,8 @@ def score(dataset: DataSet, answer: str, entry: Mapping[str, object]) -> float:
 
 
 def fault_of(task: Task) -> str:
-    """Return why the task must not be trained on, or "". Its first problems must not raise and must be the same for a
-    seed in any order; their reference answers must score 1, and nonsense must score below ``LOW``."""
+    """Return the reason why the task must not be trained on, or "". Generating its first problems must not raise and
+    must give the same problems in any order; their reference answers must score 1, nonsense answers below ``LOW``."""
     try:
         dataset, again = task.dataset(), task.dataset()
         numbers = range(min(INSTANCES, task.size))
@@ -153,7 +153,8 @@ class DataSetCheck(NamedTuple):
 
 
 def check_tasks(tasks: Iterable[Task], seconds: float) -> list[DataSetCheck]:
-    """Check tasks in a worker process. A task that takes longer than ``seconds``, or ends the process, is at fault."""
+    """Check tasks in a worker process. A task that takes longer than ``seconds`` or ends the process fails the
+    check."""
     limits = WorkerLimits(seconds, resource.getrlimit(resource.RLIMIT_DATA)[0])
     checks = []
     with contextlib.closing(

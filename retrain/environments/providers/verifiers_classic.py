@@ -104,8 +104,9 @@ def _weights_of(rubric: Any) -> dict[str, float]:
 def _outcome(
     output: Mapping[str, Any], heard: Sequence[tuple[str, str]], weights: Mapping[str, float]
 ) -> HarnessResult:
-    """Return the grade of a rollout. ``heard``: (name, log line of the rubric) of every function that raised. If its
-    weight is 0, it is a metric: its value is unknown, and the reward does not change. Else there is no reward."""
+    """Return the grade of a rollout. ``heard`` has (name, log line of the rubric) for every function that raised. A
+    function of weight 0 is a metric: if it raised, only its value is missing. If any other function raised, there is no
+    reward."""
     stop = str(output.get("stop_condition") or "")
     metrics = cast(
         "dict[str, float | None]", {name: _number(value) for name, value in (output.get("metrics") or {}).items()}

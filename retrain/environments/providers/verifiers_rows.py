@@ -31,7 +31,8 @@ def digest(task: object) -> str:
 def held_out(rows: Sequence[TaskRow], count: int | None) -> set[int]:
     """Return the indices of the ``count`` held-out rows. Raises UsageError if none is left for training.
 
-    They have the smallest hashes: so they are the same in every run, and equal rows are on the same side.
+    The rows with the smallest hashes are held out, so that they are the same in every run and equal rows are either all
+    held out or all trained on.
     """
     if count is None:
         count = min(max(round(len(rows) * HELD_OUT_SHARE), len(rows) > 1), MOST_HELD_OUT)

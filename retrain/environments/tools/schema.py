@@ -193,7 +193,7 @@ def _property(schema: dict[str, Any], required: bool) -> PropertySchema:
     if not required and len(types) == 1:
         schema = types[0] | {key: value for key, value in schema.items() if key != "anyOf"}
     order = sorted(schema, key=lambda key: (key == "description", key != "type"))
-    return cast("PropertySchema", {key: schema[key] for key in order if key != "default"})  # None, for the lack of one
+    return cast("PropertySchema", {key: schema[key] for key in order if key != "default"})  # None, not the function's
 
 
 def _docstring(doc: str) -> tuple[str, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Tool that searches a local corpus by BM25 (bm25s needs only numpy, and looks scores up without a loop)."""
+"""Tool that searches a local corpus by BM25. It uses bm25s, which is fast and needs only numpy."""
 
 import json
 import re
