@@ -17,8 +17,7 @@ from retrain.plugins import declared_ranges, load_function
 from retrain.rewards.base import checked
 from retrain.types import MAX_PROBLEMS, Action, Message, Problem, RewardResult
 
-MESSAGE_CHARACTERS = 1_000_000
-"""Largest number of characters in all messages of one step. Models can read only a fraction of this number."""
+MESSAGE_CHARACTERS = 1_000_000  # Most characters in all messages of one step; models can read only a fraction of them
 LOST = "lost"  # Reply for an episode that began before this process was started
 
 

@@ -87,7 +87,6 @@ class BaseEvaluations:
 
 
 def _packed(facts: Row, rollouts: Sequence[Rollout]) -> bytes:
-    """Return an ``.npz`` file as bytes: the facts, and tokens, logprobs and entropies of all actions, concatenated."""
     actions = [turn.action for rollout in rollouts for turn in rollout.turns]
     entropies = [action.entropy_T for action in actions if action.entropy_T is not None]
     file = io.BytesIO()
@@ -120,7 +119,6 @@ def _facts(rollout: Rollout) -> Row:
 
 
 def _rollout(prompt: Prompt, facts: Row, columns: Iterator[Tokens]) -> Rollout:
-    """Return the rollout that ``_facts`` described. ``columns`` yields the arrays of one action after the other."""
     turns = []
     for turn in facts["turns"]:
         token_ids, logprobs_T, entropy_T = next(columns)

@@ -218,7 +218,6 @@ def _blocks_after(last: _Block | None, columns: Path, metrics: Path) -> list[_Bl
 
 
 def _next_block(file: int, last: _Block | None) -> _Block | None:
-    """Return the block after ``last``; None if the file has no complete block there."""
     at, column_of, covered = (last.end, last.column_of, last.last_line.end) if last else (0, {}, 0)
     size, head = os.fstat(file).st_size, os.pread(file, _HEAD.size, at)
     if len(head) < _HEAD.size:

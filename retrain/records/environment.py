@@ -126,7 +126,6 @@ def _texts(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Return the versions of those ``PACKAGES`` that are installed."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -61,7 +61,6 @@ class Samples:
         return float((~self.stopped_N).mean()) if len(self) else None
 
     def per_turn(self, values_N: np.ndarray) -> float | None:
-        """Divide the sum of ``values_N`` by the number of turns of all completions; None without completions."""
         return float(values_N.sum() / self.turns_N.sum()) if len(self) else None
 
     def by_group(self, values_N: np.ndarray) -> list[np.ndarray]:
@@ -104,7 +103,6 @@ def _parts(rewards: Sequence[RewardResult]) -> dict[str, np.ndarray]:
 
 
 def _floats(values: Iterable[float | int | bool | None]) -> np.ndarray:
-    """Return float64 [N]; None and infinities become NaN."""
     array = np.array([math.nan if value is None else float(value) for value in values], dtype=np.float64)
     array[~np.isfinite(array)] = math.nan
     return array

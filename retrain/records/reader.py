@@ -49,7 +49,6 @@ def evaluation_rows(directory: Path, held_out: str | None = None) -> list[Row]:
 
 
 def held_out_completions(directory: Path, held_out: str | None) -> list[Row]:
-    """Return the rows of ``emergence/evaluations.jsonl`` of one held-out set."""
     return [row for row in iter_jsonl(directory / layout.EVALUATIONS) if row.get("name") == held_out]
 
 

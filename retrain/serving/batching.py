@@ -26,13 +26,13 @@ from retrain.tokenizer import Tokenizer
 from retrain.types import Action, PolicyRef, SampleRequest
 
 T = TypeVar("T")
+# Tokens between two checks for new generations: on a CPU as many as a small model decodes in one call, on a GPU enough
+# to amortise capturing the CUDA graph of a step again
 PIECE_TOKENS = {"cpu": 16, "cuda": 64}
-"""Tokens between two checks for arrivals: on a CPU as many as a small model decodes in one call, on a GPU enough to
-amortise capturing the CUDA graph of a step again."""
 MAX_ROWS = 256  # Most generations decoded at once; the others wait
+# Most rows of a decode batch per generation in it, padding included. A batch has one lane for each adapter, and all
+# lanes have as many rows as the fullest one. Adapters that would exceed the limit are decoded in a separate batch.
 LANES_WASTE = 2.0
-"""Most rows of a decode batch per generation in it, padding included. A batch has one lane for each adapter, and all
-lanes have as many rows as the fullest one. Adapters that would exceed the limit are decoded in a separate batch."""
 BROKEN = "�"  # Replacement character, for incomplete bytes
 
 

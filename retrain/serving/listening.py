@@ -14,10 +14,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from retrain.errors import UsageError
 
-KEEP_ALIVE_S = 75
-"""Seconds that a connection may be idle: longer than clients keep it open, so that they close it first."""
+KEEP_ALIVE_S = 75  # Seconds that a connection may be idle: clients keep it open for less, and so close it first
+# A request must arrive within ``ARRIVAL_S`` seconds, plus one second per ``ARRIVAL_RATE`` bytes
 ARRIVAL_S, ARRIVAL_RATE = 30.0, 100_000
-"""Seconds within which a request must arrive, plus one second per ``ARRIVAL_RATE`` bytes."""
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

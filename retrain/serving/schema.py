@@ -37,6 +37,7 @@ ERROR_TYPES = {
     504: "TimeoutError",
 }
 
+# Fields that are not supported, with the value that has no effect and is therefore accepted
 NOT_SUPPORTED: dict[str, object] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
@@ -56,7 +57,6 @@ NOT_SUPPORTED: dict[str, object] = {
     "chat_template": "",
     "continue_final_message": False,
 }
-"""Unsupported fields, with the value that has no effect and is accepted."""
 
 
 class ServingError(Exception):

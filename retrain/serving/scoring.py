@@ -45,7 +45,6 @@ def score(
 
 
 def _logits(base: BaseModel, layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the first position of each chunk and its logits."""
     backbone = backbone_of(base)
     if backbone.head is None:
         yield 0, whole_logits(base, layout)

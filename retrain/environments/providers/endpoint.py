@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MAX_REQUEST_BYTES = 64 << 20
 LOOPBACK = "127.0.0.1"
+# Harnesses recognise this text; most of them then end the rollout and grade it
 OUT_OF_CONTEXT = "This model's maximum context length is reached: the rollout gets no further answer."
-"""Error text that harnesses recognise; most then end the rollout and grade it."""
 LEAST_LOGPROB = -9999.0  # In place of −∞ and NaN, which JSON does not have
 
 

@@ -42,8 +42,8 @@ class HarnessResult(NamedTuple):
     logs: Mapping[str, str] = MappingProxyType({})
 
 
+# A harness: a function that drives one rollout through the channel (and ``Endpoint``) and returns its grade
 Lead = Callable[[Channel], Coroutine[Any, Any, HarnessResult]]
-"""A harness: a function that drives one rollout through the channel (and ``Endpoint``), and returns its grade."""
 
 
 class Inversion:
@@ -111,8 +111,7 @@ class InvertedEpisode:
         self._seen: list[MessageKey] = []  # Keys of the messages that the policy has read or written
         self._before: list[MessageKey] = []  # ``_seen`` before the current request
         self._failure: str | None = None
-        self._texts: dict[MessageKey, str] = {}
-        """Texts of actions as sampled, by the key of the message that the harness received for the action."""
+        self._texts: dict[MessageKey, str] = {}  # Texts of actions, by the key of the message that the harness received
         self._actions = self._calls = 0
         inversion.endpoint.channels[self._channel.name] = self._channel
         self._task = inversion.loop.create_task(lead(self._channel))
@@ -158,7 +157,6 @@ class InvertedEpisode:
             self._failure = str(error)
 
     def _read(self, request: Request) -> None:
-        """Read the messages of a request. Raises PluginError for content that is not text, and for changed tools."""
         if self._tools is not None and request.tools != self._tools:
             raise PluginError("it offers other tools than at the beginning of the episode, which is not supported")
         self._tools, self._messages = request.tools, chat_messages(request.messages, KEYS)

@@ -45,8 +45,7 @@ from retrain.types import Action, Problem, RewardResult
 
 T = TypeVar("T")
 Text = Annotated[str, Field(min_length=1)]
-INVALID_ACTION = "VALIDATION_ERROR"
-"""Error code of a server for an invalid action; all other codes mean that the environment is broken."""
+INVALID_ACTION = "VALIDATION_ERROR"  # A server's error code for an invalid action; other codes: it is broken
 
 
 class Arguments(BaseModel):
@@ -105,8 +104,7 @@ class OpenEnv:
         self.arguments = validated(Arguments, arguments, OWNER)
         self.url, self.exact = self.arguments.address, self.arguments.exact
         self.reward_range = self.arguments.reward_range
-        self.tools: Sequence[ToolSchema] = ()
-        """Tools that the policy may call, as JSON schemas of functions; empty if actions are text or JSON."""
+        self.tools: Sequence[ToolSchema] = ()  # Tools that the policy may call; empty if actions are text or JSON
         self._client = imported("openenv.core.generic_client", OWNER).GenericEnvClient
         self._server: OpenEnvServer | None = None
         self._actions: Actions | None = None

@@ -14,11 +14,11 @@ from retrain.types import Message
 
 OWNER = "environment openenv"
 ROLES = ("system", "user", "assistant", "tool")
+# Fields of an observation that may hold its text; the first non-empty field is used
 MESSAGE_FIELDS = (
     *("messages", "prompt", "message", "text", "content"),
     *("question", "output", "result", "response", "echoed_message"),
 )
-"""Fields of an observation that may hold its text; the first non-empty field is used."""
 CALL_FIELDS = {"type", "tool_name", "arguments"}  # Fields of an action that calls a tool (`CallToolAction`)
 READERS = {"string": str, "integer": int, "number": float}
 

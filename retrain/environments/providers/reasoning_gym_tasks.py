@@ -44,7 +44,6 @@ class Task:
     config: Mapping[str, object]
 
     def dataset(self) -> DataSet:
-        """Construct the library's data set. Raises the library's own exceptions for an invalid config."""
         with OwnRandomness(f"{self.name}/{self.seed}"):
             gym = imported("reasoning_gym", "an environment of reasoning-gym")
             return gym.create_dataset(self.name, seed=self.seed, size=self.size, **self.config)

@@ -18,9 +18,8 @@ from retrain.errors import DataError, RetrainError
 from retrain.plugins import described
 from retrain.types import Problem
 
+# Seed while data are loaded: rows that the environment draws without a seed are then equal in every process
 LOADING_SEED = "loading"
-"""Seed while data are loaded, so that randomly drawn rows are equal in every process, unless the environment seeds
-itself."""
 
 
 class Verifiers:

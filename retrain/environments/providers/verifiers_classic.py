@@ -129,8 +129,8 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
+# (name, log line) of the rubric functions that raised in this rollout
 _heard: contextvars.ContextVar[list[tuple[str, str]] | None] = contextvars.ContextVar("heard", default=None)
-"""(name, log line) of the rubric functions that raised in this rollout."""
 _RAISED = re.compile(r"Error calling (?:group )?reward function (.+?): ")
 
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from retrain.errors import UsageError
 from retrain.types import Message
 
+# Environment variable that is never set: the local endpoint needs no key, and must not receive the user's
 UNSET_KEY = "RETRAIN_VERIFIERS_NO_KEY"
-"""Environment variable that is never set: the local endpoint needs no key, and must not receive the user's."""
+# Share and largest number of training problems to hold out, if the environment has no held-out problems and the
+# configuration no ``heldout``
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
-"""Share and maximum number of training problems to hold out if the environment holds out none and no number is
-given."""
 
 
 class TaskRow(NamedTuple):

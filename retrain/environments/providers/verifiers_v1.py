@@ -26,8 +26,8 @@ FIRST_WITH = "0.4"  # First version of verifiers whose tasksets are supported
 CHAT_LOOP = "retrain-chat"  # Name of the harness in `chat_loop`
 TASKSETS = "verifiers.v1.tasksets"  # The package of the library's own tasksets
 LONGEST_S, MOST_RUNS = 10.0, 16  # Limits of ``runs_of_an_episode``: seconds, and runs of agents
+# "name: exception" of each metric that raised in this rollout
 _failed: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("failed", default=None)
-""""name: exception" of each metric that raised in this rollout."""
 
 
 Hook = Callable[..., Awaitable[object]]  # A metric or reward of a task

@@ -369,7 +369,6 @@ def _named_sequence(cursor: _Cursor) -> list[Call | str]:
 
 
 def _looks_like_a_call(item: dict[str, JsonValue]) -> bool:
-    """Return whether an object may be meant as a call: it has a name, arguments and no keys of other data."""
     function = item.get("function")
     if item.get("type") == "function" and isinstance(function, dict):
         item = function
@@ -382,8 +381,8 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
+# strict=False accepts line breaks inside a string, which models write in code
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
-"""``strict=False`` accepts line breaks inside a string, which models write in code."""
 
 
 def _sequence(text: str) -> list[JsonValue]:

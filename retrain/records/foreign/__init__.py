@@ -74,7 +74,7 @@ class DirectoryReader(ForeignReader):
 
     @abstractmethod
     def newest(self, directory: Path, find: FindFile) -> Path | None:
-        """Return the file that the tool writes at every step; None if the directory is not a run of the tool."""
+        """Return the file that changes as the run proceeds; None if the directory is not a run of the tool."""
 
     @abstractmethod
     def progress(self, directory: Path, find: FindFile) -> tuple[int, int, int | None]:

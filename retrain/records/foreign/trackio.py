@@ -68,7 +68,6 @@ class TrackioReader(ForeignReader):
                 yield named, path, run_id, config
 
     def _of(self, path: Path) -> list[tuple[ForeignRun, str, Row]]:
-        """Return (run, run id, settings) for every run in a file, cached until the file changes."""
         stamp = _stamp(path)
         if path not in self._runs_of or self._runs_of[path][0] != stamp:
             with suppress(sqlite3.Error, OSError, ValueError, TypeError):  # being written, or no file of trackio
@@ -130,7 +129,6 @@ def _copied(path: Path, log: Path, copy: Path) -> Path:
 
 
 def _object(text: str | bytes) -> Row:
-    """Parse a JSON object; its values "NaN", "Infinity" and "-Infinity" become numbers."""
     found: Row = json.loads(text)
     texts = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
     return {key: texts.get(value, value) if isinstance(value, str) else value for key, value in found.items()}

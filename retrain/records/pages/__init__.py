@@ -77,7 +77,6 @@ def _script(name: str, libraries: tuple[str, ...]) -> str:
 
 
 def _inside(element: str, text: str) -> str:
-    """Return ``text`` unchanged. Raises ValueError if it has an end tag or comment that would end the element early."""
     if f"</{element}" in text.lower() or "<!--" in text:
         raise ValueError(f"the {element} of a page must not contain its own end tag or a comment opening")
     return text

@@ -282,7 +282,6 @@ def _vlq(value: int) -> str:
 
 
 def _scaled(values: np.ndarray, factor: float) -> np.ndarray:
-    """Return ``values`` times ``factor`` as integers; values that are not finite count as 0."""
     finite = np.nan_to_num(np.asarray(values, dtype=np.float64), nan=0.0, posinf=0.0, neginf=0.0)
     return np.rint(np.clip(finite * factor, -LARGEST_INTEGER, LARGEST_INTEGER)).astype(np.int64)
 
