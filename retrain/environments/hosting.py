@@ -1,4 +1,4 @@
-"""The side of a worker process that hosts an environment and runs the jobs of ``environments.hosted``.
+"""Code of the worker processes that host environments: it runs the jobs of ``environments.hosted``.
 
 It imports neither torch nor anything else that environments do not need, because another Python may run it.
 """

@@ -98,8 +98,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def is_graded(row: Values) -> bool:
-    """Return whether a step had rewards other than 0 and 1. If all rewards are 0 or 1 and their mean is m, their
-    variance is m · (1 − m)."""
+    """Return whether a step had rewards other than 0 and 1, as minimum, maximum, mean and variance show: rewards of 0
+    and 1 with mean m have variance m · (1 − m)."""
     lowest, highest, mean, std = (row.get(key) for key in ("reward_min", "reward_max", "mean_reward", "reward_std"))
     if lowest is None or highest is None or mean is None or std is None:
         return False

@@ -120,7 +120,7 @@ def planned_configs(directory: Path) -> dict[str, Row]:
 
 
 def is_run_id(value: object) -> bool:
-    """Return whether this is a plain name, not a path that could lead elsewhere."""
+    """Return whether a value is a plain name, not a path that could lead out of the directory."""
     return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_+~=.\-]+", value) is not None and value[0] != "."
 
 
@@ -159,8 +159,8 @@ def _entry_from_records(directory: Path, path: Path) -> RunEntry:
 
 
 def verification_files(directory: Path) -> list[Path]:
-    """Return the paths of squeeze verifications: first the one of the directory itself, which may not exist, then those
-    of other conditions."""
+    """Return the paths of ``verification.json``: first that of the first run, which may not exist, then those of other
+    conditions."""
     home = directory / layout.SQUEEZE
     return [home / layout.VERIFICATION, *sorted(home.glob(f"*/{layout.VERIFICATION}"))]
 

@@ -45,7 +45,7 @@ class Registry:
         return owner.id if owner else ""
 
     def check(self) -> None:
-        """Raise NotOurs if the file belongs to another program."""
+        """Raise NotOurs if the registry's path has a file of another program."""
         first = next((row for _, row in json_lines(self.path)), {})
         is_empty = not self.path.exists() or not self.path.stat().st_size
         if self.path.is_symlink() or not (is_empty or "owner" in first):

@@ -148,7 +148,7 @@ _unreachable = threading.Event()
 
 def wandb_init(key: str, context: RunContext, directory: Path, warn: Warn, **arguments: object) -> Any:
     """Start a wandb run; one process may have several. The run is offline if W&B's server does not answer. ``key`` is
-    the key of ``[logging]`` that needs wandb, for errors. Raises UsageError if W&B refuses."""
+    the key of ``[logging]`` that needs wandb, for error messages. Raises UsageError if W&B refuses."""
     wandb, logging = import_tracker("wandb", key), context.config.logging
     try:
         # Silent: nothing is printed into the live view, and a missing API key is an error instead of a question.

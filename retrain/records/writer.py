@@ -17,12 +17,12 @@ UNSYNCED = 256
 class RecordFiles:
     """Writer of the files of one run's or campaign's directory, in order, on one thread.
 
-    ``write`` takes a function that writes files, for example with ``append``, and runs it on the thread. If it fails,
-    the next ``write`` or ``flush`` raises RunFailed.
+    ``write`` takes a function that writes files, for example with ``append``, and runs it on the thread. If the
+    function fails, the next ``write`` or ``flush`` raises RunFailed.
 
     Before each function and each append, the thread calls ``guard``, which raises LeaseLost if another process owns
-    the directory, and checks that the directory is the same as at the first write. If one of them fails, nothing
-    further is written.
+    the directory, and checks that the directory is still that of the first write. If it is not, or if ``guard``
+    raises, nothing further is written.
     """
 
     def __init__(self, directory: Path, guard: Callable[[], None] = lambda: None):

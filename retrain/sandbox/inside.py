@@ -91,7 +91,7 @@ def confine(setup: Setup) -> None:
     limits = {
         "RLIMIT_AS": setup["memory_mb"] << 20,
         "RLIMIT_FSIZE": setup["file_mb"] << 20,
-        "RLIMIT_NPROC": setup["processes"] + 1,  # this one
+        "RLIMIT_NPROC": setup["processes"] + 1,  # and this process
         "RLIMIT_NOFILE": FILES,
         "RLIMIT_CORE": 0,
         "RLIMIT_MEMLOCK": 0,

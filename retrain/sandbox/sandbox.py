@@ -151,7 +151,7 @@ def _command(way: Launch, limits: SandboxLimits, calls_filter: int) -> list[str]
     for path in (f"{prefix}/lib", f"{prefix}/lib64", library, program):
         if os.path.exists(path) and not any(path == mounted or path.startswith(f"{mounted}/") for mounted in bound):
             bound.append(path)
-            for parent in reversed(Path(path).parents[:-1]):  # readable, also where the host's is not
+            for parent in reversed(Path(path).parents[:-1]):  # readable even if the host's directory is not
                 command += ["--perms", "0755", "--dir", str(parent)]
             command += ["--ro-bind", path, path]
     if os.path.isdir(f"{library}/site-packages"):

@@ -101,8 +101,7 @@ class GenerationState:
         self.pieces.put_nowait((self, piece))
 
     def _apply_stop_texts(self, before: int, tokenizer: Tokenizer) -> None:
-        """Truncate after the token that completes the first stop text. The first ``before`` tokens were checked
-        before."""
+        """Truncate after the token that completes the first stop text. The first ``before`` tokens complete none."""
         total = self.total
 
         def matches(end: int) -> list[tuple[int, str]]:

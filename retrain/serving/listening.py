@@ -62,7 +62,7 @@ class TimedProtocol(H11Protocol):
             self._began = self.loop.time()
         self._received += len(data)
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE:  # also after the rest of a request that was refused before it had arrived
+        if self.conn.their_state is h11.IDLE:  # also if a request was refused before all of it arrived
             self._received = len(self.conn.trailing_data[0])
 
     def on_response_complete(self) -> None:

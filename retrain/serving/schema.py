@@ -107,7 +107,7 @@ def _joined(content: object) -> object:
 
 
 def _arguments(arguments: object) -> object:
-    """Return the arguments of a call, which OpenAI's API sends as JSON text, as an object; {} if empty."""
+    """Decode the arguments of a call, which are JSON text in OpenAI's API; {} if they are empty."""
     decoded = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
     return {} if decoded is None else decoded
 

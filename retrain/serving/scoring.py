@@ -27,8 +27,8 @@ def score(
     top: int,
 ) -> tuple[list[float], list[Tops]]:
     """Return the log-probability of each of ``token_ids[begin:]`` (``begin`` ≥ 1) given the tokens before it, and the
-    ``top`` most probable tokens in its place. Both are of the distribution that ``sampling`` samples from, with
-    temperature 0 read as 1 without truncation; None stands for the model's distribution at temperature 1."""
+    ``top`` most probable tokens in its place. Both are computed for the distribution of ``sampling``; temperature 0
+    counts as 1 without truncation. None stands for the model's distribution at temperature 1."""
     given, asked = token_ids[:begin], token_ids[begin:]
     zeros_T = np.zeros(len(asked))
     batch = collate([Sample.single_turn(given, asked, zeros_T, zeros_T)], base).to(base.device)

@@ -114,7 +114,7 @@ class Service:
         number = next(self._numbers)
         parent = None if name == self.name else self.name
         served = ServedWeights(name, PolicyRef(f"{name}\x1f{number}", number), weights, root, parent)
-        published = self.batcher.publish(served.ref, weights)  # before any generation of it, on the same thread
+        published = self.batcher.publish(served.ref, weights)  # runs before any generation with these weights
         before = self.served.get(name)
         self.served[name] = served
         if before is not None:
@@ -137,7 +137,7 @@ class Service:
     # -- generations ---------------------------------------------------------------------------------------------
 
     async def with_tokenizer(self, task: Callable[[Any], T]) -> T:
-        """Return ``task(tokenizer)``, run in a thread: long texts would block the event loop for seconds."""
+        """Return ``task(tokenizer)``, run in a thread because long texts would block the event loop for seconds."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder_thread, task, self._encoder)
 
     def begin(self, prompts: Sequence[tuple[int, ...]], max_tokens: int, body: SamplingBody) -> list[GenerationState]:

@@ -1,4 +1,4 @@
-"""Adapt environments of other libraries to ``environments.protocol``, one file per library; none is imported here."""
+"""Adapt environments of other libraries to ``environments.protocol``. No library is imported here."""
 
 _HERE = "retrain.environments.providers"
 

@@ -1,4 +1,4 @@
-"""Invert harnesses that drive a rollout themselves into episodes that are observed and stepped.
+"""Turn harnesses that drive a rollout themselves into episodes that can be observed and stepped.
 
 Such a harness is a coroutine that requests completions from an OpenAI client and ends with a grade. Its request is the
 observation, the policy's action is the answer. The harness's event loop runs only inside ``observe``, ``step``,

@@ -2,7 +2,7 @@
 
 Some tasks draw from global generators or iterate over sets, so that a seed gives other problems in another process.
 Here the generators are seeded for each problem, and worker processes, which run both checks and environments, have a
-fixed hash seed: so all tasks are reproducible. A task that hangs costs only its time limit.
+fixed hash seed, so that all tasks are reproducible. The check of a task that hangs ends at its time limit.
 """
 
 from __future__ import annotations

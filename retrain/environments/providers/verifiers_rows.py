@@ -1,4 +1,4 @@
-"""Represent tasks of both kinds of verifiers' environments as rows, and select the held-out ones."""
+"""Represent tasks of both kinds of verifiers' environments as rows, and select the rows to hold out."""
 
 import hashlib
 import json

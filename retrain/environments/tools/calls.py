@@ -133,8 +133,8 @@ def parse(text: str) -> ParsedMessage:
 
 
 def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
-    """Return the text without calls, but with thoughts, and the calls, with arguments converted to the types of
-    ``tools``. If no call can be parsed, return the whole text and []."""
+    """Return (text, calls): the text with its thoughts but without calls, and the calls with arguments converted to the
+    types in the schemas ``tools``. If no call can be parsed, return the whole text and []."""
     parsed = parse(text)
     if not parsed.calls:
         return text, []

@@ -116,8 +116,8 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _copied(path: Path, log: Path, copy: Path) -> Path:
-    """Copy a database, then its log, and return ``copy``. Both are copied again if the database changed meanwhile: only
-    then may they not belong together. Raises sqlite3.OperationalError after ``TRIES`` attempts."""
+    """Copy a database, then its log, and return ``copy``. If the database changed meanwhile, they may not belong
+    together and are copied again. Raises sqlite3.OperationalError after ``TRIES`` attempts."""
     for _ in range(TRIES):
         before = stamp_of(path)
         shutil.copyfile(path, copy)

@@ -1,9 +1,9 @@
 """The page of one iteration: each prompt once, its samples side by side, tokens coloured on demand.
 
-Prompts, answers and rewards are in the HTML and need no script; scripts add colours and sorting. Numbers of tokens are
-in attributes of each sample, as integers in the base-64 VLQ of source maps: lengths in characters, surprisal in
-hundredths of a nat, token advantage in thousandths, the planning mask as run lengths and, with a critic, values and
-value targets in thousandths. The constants below bound the size; the page says how much was left out.
+Prompts, answers and rewards are in the HTML and need no script; scripts add colours and sorting. Attributes of each
+sample hold one integer per token, in the base-64 VLQ of source maps: lengths in characters, surprisal in hundredths of
+a nat, token advantage in thousandths and, with a critic, values and value targets in thousandths. The planning mask is
+stored as run lengths. The constants below bound the size; the page says how much was left out.
 """
 
 import re
