@@ -183,7 +183,7 @@ class ColumnWriter(Columns):
 
 
 def _column(rows: Sequence[Row], key: str) -> np.ndarray | None:
-    """Return the values of a key as float32 [rows], NaN for None; return None if a value is neither."""
+    """Return the values of a key as float32 [rows], NaN for None; return None if any value is a text."""
     values = [row.get(key) for row in rows]
     is_numeric = all(isinstance(value, _NUMBERS) for value in values)
     return np.array([float32(value) for value in values], np.float32) if is_numeric else None

@@ -10,7 +10,7 @@ from retrain.threads import Thread, Work
 from retrain.util.session import DirectoryIdentity
 
 WAITING_STEPS = 16  # Writes of a run that may be queued; with more, training waits for the disk
-# Number of unsynced files from which on all are synced: a run without checkpoints never flushes, but adds files
+# Most unsynced files, with more all are synced: a run without checkpoints adds files with every step
 UNSYNCED = 256
 
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 MAX_ADAPTERS = 256  # Adapters in memory at once
 MAX_QUEUE = 4096  # Generations that may wait
 TIMEOUT_S = 3600.0  # Longest time from a request to the end of its last generation
-MIN_BODY = 1 << 20  # Bytes that a request body may have beyond its prompts, for all other fields
+MIN_BODY = 1 << 20  # Smallest limit of a request body in bytes: enough for several prompts and the other fields
 MAX_BODY = 1 << 30
 JSON_BYTES = 6  # Largest number of bytes that JSON needs for one character of a token: `\u00e9`
 

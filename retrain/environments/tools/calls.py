@@ -341,7 +341,7 @@ _READERS: dict[str, Callable[[_Cursor], list[Call | str]]] = {
 
 def _bare(text: str, reports: bool = False) -> list[Call | str]:
     """Return the calls of a text that consists only of calls, without an opening tag; [] for any other text. With
-    ``reports``, return a fault for a text that begins like a call but is not JSON."""
+    ``reports``, return a message about the fault if a text begins like a call but is not JSON."""
     text = _without_end_tokens(text.lstrip())
     try:
         if not text.startswith(("{", "[")):

@@ -2,7 +2,7 @@
 
 Templates, styles and scripts are shared with the live page (``retrain/ui``). Every value that a template writes is
 escaped and has its invisible characters replaced. The content security policy allows only the document's own script,
-by its hash, so that markup that was not escaped by mistake could not run or load anything.
+by its hash, so that even markup that slipped through could not run or load anything.
 """
 
 import base64

@@ -89,6 +89,5 @@ def _pairs(names: str) -> Iterable[tuple[str, str]]:
 
 
 def _resolved(name: str, other: str) -> str:
-    """Return the path of the module that ``name`` imports as ``other``; all but ``other`` are relative to the folder of
-    the scripts."""
+    """Return the path, below the folder of the scripts, of the module that ``name`` imports as ``other``."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(name), other))

@@ -36,7 +36,7 @@ SERVER_NEWS = "servers.jsonl"  # In ``workers/`` of a campaign's directory while
 
 @dataclass(frozen=True)
 class RecordFile:
-    """A file, by its path below the directory, and its description for ``retrain explain --files``."""
+    """A file of a directory: ``name`` is its path there, ``content`` its description in ``retrain explain --files``."""
 
     name: str
     content: str
