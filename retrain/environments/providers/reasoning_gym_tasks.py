@@ -123,7 +123,7 @@ def _scoring_fault(dataset: DataSet, entry: Mapping[str, object], own_answer: st
 
 
 def _plain(value: Any) -> Any:
-    """Return built-in types in place of their subclasses, fractions and numpy's numbers; other objects unchanged."""
+    """Replace numpy's numbers, fractions, enums and subclasses of built-in types by built-in types in nested data."""
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -145,7 +145,7 @@ class _Hearing(logging.Handler):
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Restore the handlers of SIGINT and SIGTERM, which environments replace."""
+    """Restore the handlers of SIGINT and SIGTERM at the end of a ``with`` block; environments replace them."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -16,7 +16,7 @@ HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
 
 
 class TaskRow(NamedTuple):
-    """A task. ``digest`` is a hash of its content, which must be equal at this index in every process."""
+    """A task. ``digest`` is a hash of its content, which must be the same at the row's index in every process."""
 
     prompt: tuple[Message, ...]
     answer: str

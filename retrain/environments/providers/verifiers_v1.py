@@ -200,8 +200,8 @@ def _module(id: str) -> str:
 
 
 def _tolerant_hooks(hooks: Callable[[str], list[Hook]], kind: str) -> list[Hook]:
-    """Return a task's hooks of a kind, wrapped so that a metric, or a reward of weight 0, that raises is left out and
-    does not change the reward."""
+    """Return a task's hooks of a kind. Hooks that cannot change the reward, which are metrics and rewards of weight 0,
+    are wrapped: one that raises is left out."""
 
     def decides(hook: Hook) -> bool:
         return kind != "metric" and (kind != "reward" or bool(getattr(hook, "_vf_weight", 1.0)))
