@@ -1,4 +1,4 @@
-"""Validate the arguments of environments and tools; errors are one line."""
+"""Validate the arguments of environments and tools. Error messages have one line."""
 
 import difflib
 import importlib
@@ -15,7 +15,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def imported(module: str, feature: str) -> ModuleType:
-    """Return a module of an optional package. Raises MissingExtra, which begins with ``feature``, if it is missing."""
+    """Import a module of an optional package. Raises MissingExtra, whose message begins with ``feature``, if the
+    package is not installed."""
     top = module.partition(".")[0]
     if not is_installed(top):
         raise missing(feature, top)
@@ -29,7 +30,7 @@ def did_you_mean(name: object, candidates: Iterable[str]) -> str:
 
 
 def refuse_unknown(arguments: Iterable[str], names: Iterable[str], owner: str) -> None:
-    """Raise UsageError, which begins with ``owner``, for the first argument that is not among ``names``."""
+    """Raise a UsageError, whose message begins with ``owner``, for the first argument that is not among ``names``."""
     options = list(names)
     for name in arguments:
         if name not in options:
@@ -38,10 +39,8 @@ def refuse_unknown(arguments: Iterable[str], names: Iterable[str], owner: str) -
 
 
 def validated(model: type[Model], arguments: Mapping[str, object], owner: str) -> Model:
-    """Validate arguments with a pydantic model and return it.
-
-    Raises UsageError, which begins with ``owner``, for the first invalid argument.
-    """
+    """Return ``arguments`` as an instance of a pydantic model. Raises a UsageError, whose message begins with
+    ``owner``, for the first invalid argument."""
     refuse_unknown(arguments, model.model_fields, owner)
     try:
         return model.model_validate(arguments)

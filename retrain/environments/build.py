@@ -29,8 +29,8 @@ _lock = threading.Lock()
 
 
 def hosted(config: Config, folder: Path) -> HostedEnvironment:
-    """Return the processes that host the configuration's environment or tools; the first call starts them. Raises
-    PluginMissing if they cannot be started."""
+    """Return the worker processes that host the configuration's environment or tools. The first call starts them, later
+    calls with the same ``[environment]`` share them. Raises PluginMissing if they cannot be started."""
     key = (config.environment.model_dump_json(), folder)
     with _lock:
         if key not in _hosts:
@@ -45,8 +45,8 @@ def close_hosted() -> None:
 
 
 def provided_data(config: Config, folder: Path) -> Dataset:
-    """Return the problems of a provider: for training, up to ``max_examples``, and for each held-out set by its name.
-    Raises PluginMissing; DataError if problems are missing, or both held out and trained on."""
+    """Return a provider's problems for training, at most ``max_examples``, and for each held-out set by name. Raises
+    PluginMissing, or DataError if a split has no problems or a problem is both held out and trained on."""
     host, most = hosted(config, folder), config.training.max_examples
     train = list(host.problems(TRAIN))[:most]
     sets = {each.name: list(host.problems(each.name))[: each.problems] for each in config.held_out}
@@ -75,7 +75,7 @@ def data_of(config: Config, folder: Path) -> Dataset:
 
 
 def check_rubrics(data: Dataset, config: Config) -> None:
-    """Raise DataError for the first problem whose criteria for a rubric are missing or malformed."""
+    """Raise DataError for the first problem whose criteria in ``rubric_column`` are missing or malformed."""
     for table, grader in config.graders:
         if grader.rubric_column is None:
             continue
@@ -91,8 +91,8 @@ def check_rubrics(data: Dataset, config: Config) -> None:
 
 
 def missing_column(columns: Sequence[str], data: Dataset, config: Config) -> str:
-    """Return a message if the training problems or a held-out set lack a column that a reward takes by name; else
-    ""."""
+    """Return a message if the training problems or a held-out set lack one of the columns that a reward function takes
+    as parameters, else ""."""
     parts = {"the training problems": data.train}
     parts |= {f"the held-out set {each.name}": data.sets[each.name] for each in config.held_out}
     for part, problems in parts.items() if columns else ():
@@ -107,8 +107,8 @@ def parts_of(data: Dataset, config: Config) -> list[tuple[Sequence[Problem], Dat
 
 
 def context_length(config: Config) -> int:
-    """Return the model's context length in tokens from its local files; 0 if unknown, or if config.json is damaged,
-    which ``model_fault`` reports."""
+    """Return the model's context length in tokens from its local files; 0 if it is unknown or ``config.json`` is
+    damaged, which ``model_fault`` reports."""
     local, model = config.backend.backend == "local", config.model
     path = find_file(model.model, "config.json", model.revision) if local else None
     try:
@@ -132,7 +132,8 @@ class CompletionLengths:
 
 
 def longest_completions(configs: Iterable[Config]) -> CompletionLengths:
-    """Return the largest ``max_tokens`` over all runs of a plan, so that all runs get the same problems."""
+    """Return the largest ``max_tokens`` over all runs of a plan. Prompt limits are computed from it, so that all runs
+    get the same problems."""
     training, heldout = 0, dict[str, int]()
     for config in configs:
         training = max(training, config.training.max_tokens)
@@ -142,9 +143,9 @@ def longest_completions(configs: Iterable[Config]) -> CompletionLengths:
 
 
 def rooms(config: Config, longest: CompletionLengths, context: int) -> tuple[PromptLimit, dict[str, PromptLimit]]:
-    """Return the limits of prompt tokens in training and in each held-out set: ``[data] max_prompt_tokens``, or less,
-    so that the longest completion fits into the model's ``context`` (0: unknown). Raises ModelError if completions
-    leave no room for a prompt."""
+    """Return the largest number of prompt tokens in training and in each held-out set. It is ``[data]
+    max_prompt_tokens``, or less if the prompt and the longest completion would not fit into ``context``, the model's
+    context length (0: unknown). Raises ModelError if completions leave no room for a prompt."""
     model = f"{config.model.model} has a context of {context} tokens"
 
     def room(section: Data, completion: int, key: str) -> PromptLimit:
@@ -165,16 +166,17 @@ def rooms(config: Config, longest: CompletionLengths, context: int) -> tuple[Pro
 
 
 def askable(data: Dataset, config: Config, longest: CompletionLengths, tokenizer: object, context: int) -> Dataset:
-    """Return ``data`` without prompts over the limits of ``rooms``. Prompts of a provider's environment are not
-    checked: they are known only when an episode begins. Raises as ``rooms`` and ``without_long_prompts``."""
+    """Return ``data`` without prompts that exceed the limits of ``rooms``. Prompts of a provider's environment are not
+    checked, because they are known only when an episode begins. Raises the errors of ``rooms`` and
+    ``without_long_prompts``."""
     if config.environment.provider is not None:
         return data
     return without_long_prompts(data, tokenizer, *rooms(config, longest, context))
 
 
 def environments_of(config: Config, data: Dataset, grader: Grader | None, folder: Path) -> Mapping[str, Environment]:
-    """Return the environments of training, as ``train``, and of each held-out set by name. ``grader`` is unused if the
-    provider's environment has its own rewards. Raises PluginMissing."""
+    """Return the environments by name: ``train`` and the held-out sets. ``grader`` is not used if a provider is
+    configured, because its environment has its own rewards. Raises PluginMissing."""
     sections = {TRAIN: config.data} | {each.name: each.data for each in config.held_out}
     splits = {TRAIN: data.train, **data.sets}
     host = hosted(config, folder) if config.environment.hosted else None
@@ -190,9 +192,12 @@ def episode_limits(config: Config, context: int | None) -> EpisodeLimits:
 
 
 class SplitEnvironment:
-    """Problems of one split. The policy answers in one turn (``host`` None), calls the tools of ``host`` until its
-    first answer without a call, or acts in the environment of ``host``. ``grader`` grades the last answer; if None,
-    ``host`` grades, and ``correct_above`` is the threshold of ``with_correctness``."""
+    """Environment of the problems of one split.
+
+    Without ``host``, the policy answers in one turn. Otherwise it calls the tools of ``host`` until its first answer
+    without a call, or acts in the environment of ``host``. ``grader`` grades the last answer. If it is None, ``host``
+    grades, and an episode is correct if its reward is above ``correct_above`` (see ``with_correctness``).
+    """
 
     def __init__(
         self,

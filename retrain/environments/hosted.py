@@ -1,7 +1,9 @@
-"""Run environments in worker processes: only the episode that raises, hangs, floods or crashes fails, never the run.
+"""Run environments in worker processes, so that an episode that raises, hangs, crashes or answers without end fails
+alone and the run continues.
 
-Episodes are assigned to processes by number. If a process dies, its other episodes restart in the next process and
-repeat their actions if the environment is exact; else they fail too.
+Episodes are assigned to processes by number. If a process dies, a new one replaces it. If the environment is exact,
+which means that the same seed and actions give the same episode, the other episodes of that process are started again
+and their actions are repeated; otherwise they fail too.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ TOOLS = "retrain.environments.tool_use:ToolUse"
 
 
 class HostedEnvironment:
-    """Environment of ``[environment]`` in ``workers`` processes. Raises PluginMissing if it cannot start."""
+    """The environment or tools of ``[environment]``, hosted by ``workers`` processes. The constructor raises
+    PluginMissing if they cannot start."""
 
     def __init__(self, section: EnvironmentSection, folder: Path | None):
         self.section = section
-        # Not as a path: another version of Python, which python may be, cannot unpickle the paths of Python 3.13.
+        # A string, because ``python`` may be another version of Python, which cannot unpickle the paths of Python 3.13
         base_dir = None if folder is None else str(folder.resolve())
         target, arguments = _target(section, base_dir)
         self.name = section.provider or "tools"
@@ -90,7 +93,6 @@ class HostedEnvironment:
         return self._problems[split]
 
     def start(self, problem: Problem, seed: int) -> HostedEpisode:
-        """Begin an episode in one of the processes. Raises EpisodeFailed."""
         return HostedEpisode(self, next(self._numbers), problem, seed)
 
     def results(self, episodes: Sequence[HostedEpisode]) -> list[RewardResult]:
@@ -106,8 +108,9 @@ class HostedEnvironment:
         return failed(fault) if fault else result
 
     def examine(self, problem: Problem) -> None:
-        """Run an episode with empty actions. Raises DataError if it cannot begin, its reward is outside the declared
-        range, or ``correct_metric`` is missing. Ignores later failures, which the empty actions may cause."""
+        """Check the environment by an episode with empty actions. Raises DataError if the episode cannot begin, its
+        reward is outside the declared range, or ``correct_metric`` is missing. Later failures of the episode are
+        ignored, because the empty actions may cause them."""
         owner = f"[environment] provider = {self.name!r}"
         try:
             episode = self.start(problem, 0)
@@ -150,7 +153,8 @@ class HostedEnvironment:
 
 
 class HostedEpisode:
-    """Episode in a worker process. ``first`` is the first observation, ``actions`` are the actions so far."""
+    """Episode in a worker process. ``first`` is the first observation. ``actions`` are kept to repeat them if the
+    process dies. The constructor and all methods but ``close`` raise EpisodeFailed."""
 
     def __init__(self, environment: HostedEnvironment, number: int, problem: Problem, seed: int):
         self.environment, self.number, self.problem, self.seed = environment, number, problem, seed
@@ -164,7 +168,7 @@ class HostedEpisode:
         return Step(**{**value, "messages": tuple(value["messages"])})
 
     def result(self) -> RewardResult:
-        """Return the reward; the process then forgets the episode. Raises EpisodeFailed."""
+        """Return the reward and close the episode."""
         value = self._repeatable("result", self.number)
         return RewardResult(**{**value, "tags": tuple(value["tags"])})
 
@@ -176,7 +180,8 @@ class HostedEpisode:
         return self._value(("start", self.number, self.problem, self.seed), limit)
 
     def _repeatable(self, *job: object) -> Any:
-        """Run a job. If the episode was lost with its process, first restart it and repeat its actions."""
+        """Run a job in the episode. If the episode was lost with its process, start it again and repeat its actions
+        first, or raise EpisodeFailed if the environment is not exact."""
         value = self._value(job)
         if value != LOST:
             return value

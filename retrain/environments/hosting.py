@@ -1,6 +1,6 @@
-"""Run inside a worker process that hosts an environment, and answer the jobs of ``environments.hosted``.
+"""Code of the worker processes that host environments: it runs the jobs of ``environments.hosted``.
 
-Imports neither torch nor anything that the environment does not need, because another Python may run it.
+It imports neither torch nor anything else that environments do not need, because another Python may run it.
 """
 
 import asyncio
@@ -17,8 +17,7 @@ from retrain.plugins import declared_ranges, load_function
 from retrain.rewards.base import checked
 from retrain.types import MAX_PROBLEMS, Action, Message, Problem, RewardResult
 
-MESSAGE_CHARACTERS = 1_000_000
-"""Maximum number of characters in all messages of one step; models read a fraction of that."""
+MESSAGE_CHARACTERS = 1_000_000  # Most characters in all messages of one step; models can read only a fraction of them
 LOST = "lost"  # Reply for an episode that began before this process was started
 
 
@@ -32,7 +31,7 @@ def serve(target: str, arguments: Mapping[str, object], folder: str | None) -> C
 
 
 class Host:
-    """An environment and, by number, its episodes. Their methods may be async; all run on one event loop."""
+    """Holder of an environment and its episodes, by number. Methods of both may be async; all run on one event loop."""
 
     def __init__(self, written: Callable[..., object], arguments: Mapping[str, object]):
         self._runner = asyncio.Runner()
@@ -113,7 +112,7 @@ class Host:
         is_ungraded = isinstance(returned, RewardResult) and returned.total_reward is None and returned.error is None
         result = checked(returned)
         if is_ungraded and result is returned:
-            result.error = None  # [reward] grades what tools counted
+            result.error = None  # an episode with tools: [reward] grades it later
         return vars(result)
 
     def close(self, number: int) -> None:

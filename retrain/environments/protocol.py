@@ -1,7 +1,8 @@
 """Define the protocol of environments: problems, and episodes in which the policy acts on them.
 
-A user's environment has ``problems`` and ``start``, and its episodes have ``result()``, which returns the reward;
-``environments.hosted`` adds the rest. ``environments.build.SplitEnvironment`` uses the problems of [data].
+A user's environment has ``problems`` and ``start``, and its episodes also have ``result()``, which returns the reward.
+``environments.hosted`` runs such an environment in worker processes. ``environments.build.SplitEnvironment`` implements
+the whole protocol, for the problems of ``[data]`` as well as for a user's environment.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Protocol
 from retrain.environments.tools import ToolSchema
 from retrain.types import Action, Ended, Message, Problem, RewardResult
 
-Range = Mapping[str, float | bool]  # `{"min", "max", "invert"}` for charts; unknown keys are missing
+Range = Mapping[str, float | bool]  # `{"min", "max", "invert"}` for charts; keys without a known value are missing
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class Environment(Protocol):
         ...
 
     def start(self, problem: Problem, seed: int) -> Episode:
-        """Begin an episode. All its randomness comes from ``seed``. Raises EpisodeFailed, as its methods do."""
+        """Begin an episode whose random numbers all come from ``seed``. This method and those of the episode raise
+        EpisodeFailed."""
         ...
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:

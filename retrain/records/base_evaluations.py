@@ -1,8 +1,9 @@
 """The untrained model's held-out answers, sampled once for a whole campaign and stored beside its runs.
 
 Every run of a campaign starts as the same model and is measured on the same problems with the same random numbers, so
-its first evaluation is the same for all. A cohort that starts later, or after a restart, reads it here: all runs
-improve on one number, not on one number per cohort. One ``.npz`` file per setting (sampling, reward, data).
+its first evaluation is the same for all. A cohort that starts later, or after a restart, reads the stored evaluation
+instead of sampling again, so that the improvement of every run is measured from the same value. There is one ``.npz``
+file for each setting (sampling, reward, data).
 """
 
 import hashlib
@@ -27,9 +28,10 @@ SAMPLING = ("temperature", "samples", "seconds", "max_tokens", "top_p", "top_k",
 
 
 class BaseEvaluations:
-    """Evaluations of the untrained model by ``setting``, a text that describes how they were made.
+    """Store of evaluations of the untrained model in one directory.
 
-    ``owner`` identifies the base's weights and the held-out problems, which all of them share.
+    The key of an evaluation is its ``setting``: a text that names the held-out set, its problems, sampling and reward.
+    ``owner`` identifies the weights of the base; evaluations of another base are not found.
     """
 
     def __init__(self, directory: Path, owner: str):
@@ -40,7 +42,8 @@ class BaseEvaluations:
         return self.directory / f"evaluation_{digest}.npz"
 
     def get(self, setting: str, problems: Sequence[Problem]) -> EvalRecord | None:
-        """Return the evaluation with this setting; None if missing, damaged or of other ``problems`` (in order)."""
+        """Return the stored evaluation; None if it is missing, damaged, or its problems are not exactly ``problems``,
+        in this order."""
         path = self.path(setting)
         if not path.is_file():
             return None
@@ -49,7 +52,7 @@ class BaseEvaluations:
                 facts = json.loads(str(file["facts"]))
                 arrays = {name: file[name] for name in ("lengths", "token_ids", "logprobs", "entropies")}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-            return None  # damaged: it can be made again
+            return None  # damaged: the caller evaluates again
         if [problem.id for problem in problems] != facts["problem_ids"] or "prompts" not in facts:
             return None
         cuts, entropies = np.cumsum(arrays["lengths"])[:-1], arrays["entropies"]
@@ -62,10 +65,8 @@ class BaseEvaluations:
         return EvalRecord(facts["name"], 0, groups, **{key: facts[key] for key in SAMPLING})
 
     def put(self, setting: str, record: EvalRecord) -> None:
-        """Write an evaluation, unless grading or auditing an answer failed: the next cohort then evaluates again.
-
-        Raises StorageError when it cannot be written.
-        """
+        """Store an evaluation, unless it has no answers or an answer could not be graded or audited: the next cohort
+        then evaluates again. Raises StorageError if the file cannot be written."""
         rollouts = [rollout for group in record.groups for rollout in group.rollouts]
         rewards = [rollout.reward for rollout in rollouts]
         if not rewards or any(r.error or r.audit_error or r.total_reward is None for r in rewards):
@@ -86,7 +87,6 @@ class BaseEvaluations:
 
 
 def _packed(facts: Row, rollouts: Sequence[Rollout]) -> bytes:
-    """Return an ``.npz`` file as bytes: the facts, and tokens, logprobs and entropies of all actions, concatenated."""
     actions = [turn.action for rollout in rollouts for turn in rollout.turns]
     entropies = [action.entropy_T for action in actions if action.entropy_T is not None]
     file = io.BytesIO()
@@ -119,7 +119,6 @@ def _facts(rollout: Rollout) -> Row:
 
 
 def _rollout(prompt: Prompt, facts: Row, columns: Iterator[Tokens]) -> Rollout:
-    """Return the rollout of these facts; ``columns`` yields tokens, log-probabilities and entropies of its actions."""
     turns = []
     for turn in facts["turns"]:
         token_ids, logprobs_T, entropy_T = next(columns)

@@ -1,8 +1,8 @@
 """The one table of all metrics: key, definition, unit, healthy range, and the names other tools use for it.
 
 ``metrics.jsonl``, the trackers' names, the live view and ``docs/metrics.md`` are all made from ``METRICS``. A key with
-``<name>`` or ``<tag>`` stands for one key per reward part, evaluation or tag. Keys with ``requires`` appear only in
-rows of runs whose configuration can define them; all other keys stand in every row.
+``<name>`` or ``<tag>`` stands for one key per reward part, evaluation or tag. A metric with ``requires`` appears only
+in rows of runs whose configuration switches that feature on; all other metrics appear in every row.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from retrain.config.evaluation import Tool
 # Tools whose metric names can be added to every row (``[logging] aliases``)
 TOOLS: tuple[str, ...] = get_args(Tool)
 
-# Aliases with another value than the metric: (description, offset, factor), alias = offset + factor · value
+# Aliases whose value differs from the metric's: (description, offset, factor), alias = offset + factor · value
 SCALED_ALIASES: dict[str, tuple[str, float, float]] = {
     "stop_reason_length_pct": ("×100", 0.0, 100.0),
     "discarded_stop_reason_length_pct": ("×100", 0.0, 100.0),
@@ -24,7 +24,11 @@ SCALED_ALIASES: dict[str, tuple[str, float, float]] = {
 
 @dataclass(frozen=True)
 class Metric:
-    """Number of a step. ``aliases`` are its names in other tools; ``wandb`` is its name in W&B, "" for ``key``."""
+    """Definition of one value in the row of a step.
+
+    ``requires`` names a feature of ``RunContext.features``, or is "". ``aliases`` are the metric's names in other
+    tools, by tool. ``wandb`` is its name in W&B, "" if that is ``key``.
+    """
 
     key: str
     definition: str
@@ -38,13 +42,14 @@ class Metric:
 def _metric(
     key: str, definition: str, unit: str = "", healthy: str = "", requires: str = "", wandb: str = "", **aliases: str
 ) -> Metric:
-    """Return one row of the tables below; aliases of one tool are separated by blanks."""
+    """Return one entry of ``SECTIONS``. Several aliases in one tool are separated by blanks."""
     named = {tool: tuple(names.split()) for tool, names in aliases.items()}
     return Metric(key, definition, unit, healthy, requires, wandb, named)
 
 
 def _spread(pattern: str, quantity: str, unit: str = "", alias: str = "") -> list[Metric]:
-    """Return mean, standard deviation, minimum and maximum of a quantity; their names replace ``{}`` in the key."""
+    """Return the metrics of a quantity's mean, standard deviation, minimum and maximum. ``{}`` in ``pattern`` and
+    ``alias`` becomes mean, std, min or max."""
     names = {"mean": "mean", "std": "standard deviation (population)", "min": "smallest", "max": "largest"}
     return [
         _metric(pattern.format(key), f"{name} {quantity}", unit, **({"telescope": alias.format(key)} if alias else {}))
@@ -52,7 +57,7 @@ def _spread(pattern: str, quantity: str, unit: str = "", alias: str = "") -> lis
     ]
 
 
-# By reason why an episode ended (``types.Ended``): description for the metric, healthy share
+# Reason why an episode ended (``types.Ended``): (text for the metric's definition, healthy range)
 ENDED = {
     "done": ("their environment said so", "near 1"),
     "max_turns": ("they had their turns (`max_turns`)", ""),

@@ -1,12 +1,12 @@
 """The numbers of ``metrics.jsonl`` as columns, so that one metric of a long run is read without reading all metrics.
 
-``metrics.f32`` is a cache beside ``metrics.jsonl``, only ever appended to: blocks of ``BLOCK`` rows, each a head, the
-key list where it differs from the previous block, and float32 [keys, rows], one key after the other. Rows that do not
-fill a block yet are only in ``metrics.jsonl``, after the last line of the last block. Values that are not numbers are
-NaN; a key with a text anywhere in a block has no column there.
+``metrics.f32`` is a cache beside ``metrics.jsonl`` that is only appended to. It consists of blocks of ``BLOCK`` rows. A
+block has a head, the list of keys as JSON if it differs from the previous block's, and the values, float32
+[keys, rows]. The newest rows, which do not fill a block yet, are read from ``metrics.jsonl``. None becomes NaN; a key
+that has a text in any row of a block has no column in that block.
 
-A block records length and checksum of its last line: a cache of other rows (a file that was cut or continued without
-it) is detected and rebuilt.
+The head holds the position, length and checksum of the line in ``metrics.jsonl`` from which the block's last row was
+read. If the file no longer has this line, because it was cut or rewritten, the cache is rebuilt.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class _Block:
 
 
 class Columns:
-    """The numbers of one run, for reading: blocks from ``columns`` and the newest rows from ``metrics``.
+    """Reader of one run's numbers: blocks from the file ``columns``, the newest rows from the file ``metrics``.
 
-    ``refresh`` reads new rows. Either file may be missing, cut, torn or replaced at any moment; a cache that does not
-    belong to ``metrics`` counts as missing, and then all rows are read from the lines.
+    ``refresh`` reads new rows. Either file may be missing, cut, half written or replaced at any moment. A cache that
+    does not belong to ``metrics`` counts as missing: all rows are then read from ``metrics``.
     """
 
     def __init__(self, metrics: Path, columns: Path | None = None):
@@ -64,10 +64,11 @@ class Columns:
         self._read_after(None)
 
     def _read_after(self, line: LineMark | None) -> None:
-        """Begin to read the lines after the blocks."""
+        """Read lines from now on after ``line``, the last line that a block covers (None: from the first line)."""
         self._lines = NewLines(self.metrics, line)
-        self._packed: list[Mapping[str, np.ndarray]] = []  # Their columns, BLOCK rows at a time: dicts are larger
-        self._rows: list[Row] = []  # The newest of them
+        # Rows read from these lines: columns for each BLOCK rows, which need less memory than dicts, then the rest
+        self._packed: list[Mapping[str, np.ndarray]] = []
+        self._rows: list[Row] = []
 
     def __len__(self) -> int:
         return sum(block.rows for block in self._blocks) + self.uncovered
@@ -79,22 +80,24 @@ class Columns:
 
     @property
     def uncovered(self) -> int:
-        """Number of rows that no block covers; if there are many, a ``ColumnWriter`` makes reading faster."""
+        """Number of rows after the last block. If they are many, reading is faster once a ``ColumnWriter`` has written
+        them into blocks."""
         return BLOCK * len(self._packed) + len(self._rows)
 
     @property
     def last(self) -> Values:
-        """The newest row with all its keys; {} if only its numbers are known."""
+        """The newest row with all its keys, texts included; {} if only the columns of its block are kept."""
         return self._rows[-1] if self._rows else {}
 
     def refresh(self) -> bool:
-        """Read new rows; return whether rows that were read before have been cut or replaced."""
+        """Read new rows. If rows that were read before have been cut or replaced, read all rows again and return
+        True."""
         replaced = len(self) > 0 and not self._is_current()
         if replaced:
             self._reset()
         self._read_blocks()
         for line in self._lines:
-            self._rows.append({})  # of a damaged line, so that later rows keep their numbers
+            self._rows.append({})  # stays empty for a damaged line, so that later rows keep their positions
             with suppress(ValueError, RecursionError):
                 self._rows[-1] = parse_row(line)
             if len(self._rows) == BLOCK:
@@ -109,7 +112,7 @@ class Columns:
             self._read_after(blocks[-1].last_line)
 
     def _add(self, columns: Mapping[str, np.ndarray]) -> None:
-        """Take the columns of ``BLOCK`` rows, up to the line that was read last."""
+        """Keep the columns of ``BLOCK`` rows, the last of which is the line read last."""
         self._packed.append(columns)
         self._keys.update(dict.fromkeys(columns))
 
@@ -120,8 +123,8 @@ class Columns:
         for begin, part in zip(range(len(self) - self.uncovered, len(self) + 1, BLOCK), parts, strict=True):
             if part is not None:
                 numbers[begin : begin + BLOCK] = part
-        with suppress(OSError), open(self.columns, "rb") as file:  # gone since the last refresh: the next finds out
-            if hasattr(os, "posix_fadvise"):  # a page of each block is wanted, and not those behind it
+        with suppress(OSError), open(self.columns, "rb") as file:  # removed meanwhile: the next refresh notices
+            if hasattr(os, "posix_fadvise"):  # one page of each block is needed: no read-ahead
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             begin = 0
             for block in self._blocks:
@@ -130,7 +133,7 @@ class Columns:
                 if column is not None and end > since:
                     part = numbers[begin:end]
                     read = os.preadv(file.fileno(), [part.data], block.begin + part.nbytes * column)
-                    if read < part.nbytes:  # lost to a cut
+                    if read < part.nbytes:  # the file was cut since the last refresh
                         part[read // 4 :] = np.nan
                 begin = end
         return numbers[since:]
@@ -142,14 +145,14 @@ class Columns:
 
 
 class ColumnWriter(Columns):
-    """Writes the blocks of ``metrics`` to ``columns``. Call ``follow`` after rows were appended; it reads them from
-    ``metrics`` itself, so it also makes a missing file, and continues one after a resume.
+    """Writer of the cache. Call ``follow`` after rows were appended to ``metrics``: it reads the rows from there, so
+    that it also creates a missing cache and continues one after a resume.
 
-    Files that cannot be written raise StorageError.
+    Methods raise StorageError if ``columns`` cannot be written.
     """
 
     def forget(self) -> None:
-        """Cut off blocks of rows that ``metrics`` no longer has, and an incomplete block."""
+        """Truncate the cache after the last complete block whose rows are still in ``metrics``."""
         self._reset()
         with writing(self.columns):
             self._read_blocks()
@@ -180,7 +183,7 @@ class ColumnWriter(Columns):
 
 
 def _column(rows: Sequence[Row], key: str) -> np.ndarray | None:
-    """Return the values of a key, float32 [rows], NaN where it has none; None if one of them is a text."""
+    """Return the values of a key as float32 [rows], NaN for None; return None if any value is a text."""
     values = [row.get(key) for row in rows]
     is_numeric = all(isinstance(value, _NUMBERS) for value in values)
     return np.array([float32(value) for value in values], np.float32) if is_numeric else None
@@ -192,7 +195,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, np.ndarray]:
 
 
 def float32(value: object) -> float:
-    """Return the value in the range of float32: infinite beyond it, NaN for values that are not numbers."""
+    """Return the value if it is a number in the range of float32, ±infinity if it is beyond, NaN if it is no number."""
     if not isinstance(value, (int, float)):
         return np.nan
     try:
@@ -215,7 +218,6 @@ def _blocks_after(last: _Block | None, columns: Path, metrics: Path) -> list[_Bl
 
 
 def _next_block(file: int, last: _Block | None) -> _Block | None:
-    """Return the block after ``last``; None if the file has no complete block there."""
     at, column_of, covered = (last.end, last.column_of, last.last_line.end) if last else (0, {}, 0)
     size, head = os.fstat(file).st_size, os.pread(file, _HEAD.size, at)
     if len(head) < _HEAD.size:

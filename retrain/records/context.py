@@ -15,10 +15,11 @@ from retrain.records.schema.base import Values
 
 @dataclass(frozen=True)
 class RunContext:
-    """Identity and configuration of one run, and the names in its rows that are known before its first step.
+    """Identity and configuration of one run, and the names in its metrics that are known before its first step.
 
-    ``tags`` are those that the data source may give a problem, ``reward_names`` the reward's parts and known sample
-    metrics: the first row already has their keys. Other names join the row from the step where they first appear.
+    ``tags`` are the tags that the data source may give to problems. ``reward_names`` are the components and sample
+    metrics that the reward declares. Rows have keys for these names from the first step on; other tags and names get
+    keys at the step where they first occur.
     """
 
     condition: str
@@ -28,19 +29,19 @@ class RunContext:
     max_steps: int
     is_campaign: bool = False
     tags: tuple[str, ...] = ()
-    set_tags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # Of held-out sets with other ``tags``
+    set_tags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # By held-out set, if it has other ``tags``
     reward_names: tuple[str, ...] = ()
-    # For charts: ``{"min", "max", "invert"}`` by name of the number, of the total reward under ``reward``
+    # Range of values, {"min", "max", "invert"}, by name of component or sample metric; "reward" is the total reward
     ranges: Mapping[str, Values] = field(default_factory=dict)
     skipped_prompts: int = 0  # Problems left out because their prompts are too long
-    folder: Path | None = None  # The folder of the TOML file, where modules that it names are looked up first
+    folder: Path | None = None  # The folder of the TOML file; modules that the file names are looked up there first
 
     def tags_of(self, name: str) -> tuple[str, ...]:
         return self.set_tags.get(name.removesuffix(PART), self.tags)
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """The features that the configuration switches on, as named by ``Metric.requires``."""
+        """Features that the configuration switches on; ``Metric.requires`` is one of these names."""
         config, algorithm = self.config, self.config.algorithm
         switches = {
             "evaluation": config.held_out,

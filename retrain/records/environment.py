@@ -48,7 +48,8 @@ SET_SOURCE = "evaluation.sets.{}.source"
 def run_facts(config: Config, **facts: object) -> Row:
     """Return the content of ``config.json``: the resolved configuration, then versions of packages and code.
 
-    ``types`` has the type of every value under its dotted key; ``facts`` are further entries, such as the data's hash.
+    The entry ``types`` maps every dotted key to the type of its value. ``facts`` are further entries, such as the
+    hash of the data.
     """
     sections = config.to_dict()
     return {
@@ -71,11 +72,11 @@ def code_version() -> dict[str, str]:
 
 
 def module_hashes(config: Config, folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every user module (its source, without import) and of every reward model (its files) that a
-    configuration names.
+    """Return SHA-256 hashes by name: of the source of every user module that a configuration names, and of the files of
+    every reward model. Modules are not imported.
 
-    Modules are looked up in ``folder``, the working directory and on the import path, reward models in the first two
-    and in the hub's cache; names that are not found are left out.
+    Modules are looked up in ``folder``, in the working directory and on the import path; reward models in ``folder``,
+    in the working directory and in the Hugging Face cache. Names that are not found are left out.
     """
     named, hashes = set(), dict[str, str]()
     for name in config.reward_models:
@@ -98,7 +99,7 @@ def module_hashes(config: Config, folder: Path) -> dict[str, str]:
 
 
 def named_code(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key, ``module:function``) of all code besides rewards that a configuration names."""
+    """Yield (dotted key, ``module:function``) for all user code that a configuration names, rewards excepted."""
     for key in (*KEYS, *SOURCES):
         if is_plugin(value := value_at(config, key)):
             yield key, value
@@ -112,7 +113,7 @@ def is_source(key: str) -> bool:
 
 
 def _texts(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (last key, text) of every text in nested data."""
+    """Yield (key, text) for every text in nested data; the key is that of the innermost mapping."""
     if isinstance(tree, Mapping):
         for name, value in tree.items():
             yield from _texts(value, str(name))
@@ -125,7 +126,6 @@ def _texts(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Return the installed versions of ``PACKAGES``; those that are absent are left out."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -160,8 +160,8 @@ def environment_facts() -> Row:
 
 
 def system_files(folder: Path) -> dict[str, bytes]:
-    """Return the contents of ``environment.json`` (the facts of this machine) and ``code.diff`` (the uncommitted code
-    in the current directory, ``folder`` and retrain) by name."""
+    """Return file contents by name: ``environment.json``, which describes this machine, and ``code.diff``, the
+    uncommitted changes in the repositories of the current directory, of ``folder`` and of retrain."""
     places = [place for place in (Path.cwd(), folder, own_checkout()) if place is not None]
     facts, diff = dumps(environment_facts(), indent=2) + "\n", code_diff(*places, is_record=holds_records)
     return {ENVIRONMENT: facts.encode(), CODE_DIFF: diff.encode("utf-8", "surrogateescape")}

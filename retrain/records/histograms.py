@@ -9,7 +9,8 @@ BINS = 24
 
 
 def edges_of(values: np.ndarray) -> np.ndarray:
-    """Return the edges of ``BINS`` equal bins; integers in a range below ``BINS`` are each the middle of a bin."""
+    """Return the edges of ``BINS`` equal bins. Integers that span less than ``BINS`` get one bin each, with the integer
+    in its middle."""
     if not len(values):
         return np.array([0.0, 1.0])
     low, high = float(values.min()), float(values.max())
@@ -31,8 +32,8 @@ class RewardHistogram(TypedDict):
 
 
 def rewards(values: Sequence[float | None]) -> RewardHistogram:
-    """Return the counts of the rewards: by distinct value (``at``), or by bin between consecutive ``ends`` if there are
-    more than ``BINS`` values. ``absent`` counts None."""
+    """Count rewards: by distinct value, listed in ``at``, or, if there are more than ``BINS`` distinct values, by bin
+    between consecutive ``ends``. ``absent`` is the number of None."""
     numbers = np.array([value for value in values if value is not None], np.float64)
     absent = len(values) - len(numbers)
     if not len(numbers):

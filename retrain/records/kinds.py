@@ -8,7 +8,7 @@ from retrain.records.schema.base import Row
 LARGEST = 1e300  # Larger absolute values are rejected: they are no measurements, and sums of them may overflow
 
 Kind = Callable[[object], bool]
-FieldKinds = Mapping[Kind, str]  # Field names, separated by blanks, by the check of their values
+FieldKinds = Mapping[Kind, str]  # From a check to the names of the fields that must pass it, separated by blanks
 
 
 def is_anything(value: object) -> bool:
@@ -55,8 +55,8 @@ DESCRIPTIONS: Mapping[Kind, str] = {
 
 
 def checked(row: object, required: FieldKinds, optional: FieldKinds | None = None) -> Row:
-    """Return ``row`` if every field passes its check; ``optional`` fields may also be null or missing. Raises
-    ValueError that names the first field that fails."""
+    """Return ``row`` if every field passes its check. ``optional`` fields may also be null or missing. Raises a
+    ValueError with the name of the first field that fails."""
     if not isinstance(row, dict):
         raise ValueError("it is no object")
     for kinds, are_required in ((required, True), (optional or {}, False)):

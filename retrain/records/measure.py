@@ -1,8 +1,8 @@
-"""Compute the metrics row of a step: every number of the catalogue, as strict JSON, before any filtering.
+"""Compute the metrics row of a step: every number of the catalogue, as strict JSON.
 
 Numbers that only the policy or a controller knows come in ``StepRecord.update`` and ``.state`` under their catalogue
-keys; all others are computed here from columns over the completions. Suffixes: ``_N`` all completions of the step in
-sampling order, ``_G`` one entry per group.
+keys; all others are computed here from columns over the completions, those of discarded groups included. The suffix
+``_N`` marks an array with one entry per completion of the step, in sampling order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PART_METRICS = [metric for metric in METRICS if metric.key.startswith("rewards/<
 
 @dataclass(frozen=True)
 class Samples:
-    """Columns over the N completions; NaN stands for "has no value"."""
+    """Columns over the N completions of a step; NaN means that a completion has no value."""
 
     group_N: np.ndarray
     reward_N: np.ndarray
@@ -61,11 +61,10 @@ class Samples:
         return float((~self.stopped_N).mean()) if len(self) else None
 
     def per_turn(self, values_N: np.ndarray) -> float | None:
-        """Divide the sum over the completions by the number of their turns; None without any."""
         return float(values_N.sum() / self.turns_N.sum()) if len(self) else None
 
     def by_group(self, values_N: np.ndarray) -> list[np.ndarray]:
-        """Split ``values_N`` by group, without NaN and empty groups."""
+        """Split ``values_N`` by group. NaN is left out, and groups without any other value."""
         known_N = ~np.isnan(values_N)
         group_N, values_N = self.group_N[known_N], values_N[known_N]
         if not len(values_N):
@@ -96,14 +95,14 @@ def collect(groups: Sequence[CreditedGroup]) -> Samples:
 
 
 def _parts(rewards: Sequence[RewardResult]) -> dict[str, np.ndarray]:
-    """Return components and sample metrics by sorted name; a component wins over a sample metric of its name."""
+    """Return components and sample metrics by sorted name, float64 [N] each. If a component and a sample metric have
+    the same name, the component is returned."""
     merged: list[Mapping[str, float | None]] = [{**reward.sample_metrics, **reward.components} for reward in rewards]
     names = sorted({name for values in merged for name in values})
     return {name: _floats(values.get(name) for values in merged) for name in names}
 
 
 def _floats(values: Iterable[float | int | bool | None]) -> np.ndarray:
-    """Return float64 [N]; None and infinities become NaN."""
     array = np.array([math.nan if value is None else float(value) for value in values], dtype=np.float64)
     array[~np.isfinite(array)] = math.nan
     return array
@@ -114,19 +113,22 @@ def mean(values: np.ndarray) -> float | None:
 
 
 def spread(values: np.ndarray) -> dict[str, float | None]:
-    """Return mean, population standard deviation, minimum and maximum without NaN; None if nothing else is there."""
+    """Return mean, population standard deviation, minimum and maximum by name, ignoring NaN; all are None if there are
+    no other values."""
     known = values[~np.isnan(values)]
     return {name: float(getattr(known, name)()) if len(known) else None for name in ("mean", "std", "min", "max")}
 
 
 def mean_gini(groups: Sequence[np.ndarray], lowest: float | None = None) -> float | None:
-    """Return the mean Gini coefficient of the groups that have one; None without any. ``lowest`` as in ``gini``."""
+    """Return the mean Gini coefficient over the groups for which it is defined; None if there are none. ``lowest`` is
+    the smallest possible value if values can be negative (see ``maths.statistics.gini``)."""
     known = [value for value in (gini(group, lowest) for group in groups) if value is not None]
     return float(np.mean(known)) if known else None
 
 
 def ties(groups: Sequence[np.ndarray]) -> dict[str, float | int | None]:
-    """Return numbers and shares of equal rewards (up to float noise) in groups of at least two rewards."""
+    """Return the catalogue's metrics of equal rewards, without the prefix ``reward_``, over groups of at least two
+    rewards. Rewards are equal if they agree to 8 decimals."""
     sizes = [len(rewards) for rewards in groups if len(rewards) > 1]
     counts = [np.unique(np.round(rewards, 8), return_counts=True)[1] for rewards in groups if len(rewards) > 1]
     tied = sum(int(count * (count - 1) // 2) for values in counts for count in values)
@@ -148,10 +150,11 @@ def ties(groups: Sequence[np.ndarray]) -> dict[str, float | int | None]:
 def measure_step(
     record: StepRecord, context: RunContext, state: RecorderState, evaluation_keys: Collection[str] = ()
 ) -> tuple[Row, RecorderState]:
-    """Return the row of one step, and the state of the records after it.
+    """Return the row of one step and the recorder's state after it.
 
-    The row has every key that the configuration defines or an earlier row had, aliases included, None where undefined.
-    Keys stand in the order of the catalogue, then further ones by name.
+    The row has every key that the configuration defines or that an earlier row had, aliases included; undefined values
+    are None. The keys of the catalogue come first, in its order. ``evaluation_keys`` are the keys of the held-out
+    evaluations, which also appear in rows of steps without one.
     """
     samples = collect(record.groups)
     sampled = collect([*record.groups, *map(CreditedGroup.of, record.dropped)]) if record.dropped else samples
@@ -176,8 +179,9 @@ def measure_step(
 
 
 def _with_step(totals: Totals, samples: Samples, start: float, end: float) -> Totals:
-    """Return the totals with one more step, which ran from ``start`` to ``end`` (seconds). If the clock was set back
-    since the last step ended, ``began`` is moved back by as much, so that ``ended − began`` does not shrink."""
+    """Return the totals with one more step, which ran from ``start`` to ``end`` (Unix seconds). If the clock was set
+    back since the last step ended, ``began`` is moved back by the same time, so that ``ended − began`` does not
+    shrink."""
     tokens = totals.tokens + int((samples.length_N + samples.prompt_length_N).sum())
     correct = totals.correct + int(samples.correct_N.sum())
     began = start if totals.began is None else totals.began
@@ -187,9 +191,10 @@ def _with_step(totals: Totals, samples: Samples, start: float, end: float) -> To
 
 
 def _values(record: StepRecord, context: RunContext, totals: Totals, samples: Samples, sampled: Samples) -> Row:
-    """Return every number of the step by its key: those that follow from the completions, then the reported ones.
+    """Return every number of the step by key: what is computed from the completions, then what policy and controllers
+    reported, which replaces computed values.
 
-    ``samples`` are the completions of the batch, ``sampled`` also those of the groups that it dropped.
+    ``samples`` are the completions of the batch; ``sampled`` also has those of groups that dynamic sampling dropped.
     """
     features = context.features
     values: Row = {
@@ -208,8 +213,8 @@ def _values(record: StepRecord, context: RunContext, totals: Totals, samples: Sa
     }
     scalars = (bool, int, float, str, np.generic, type(None))
     reported = {key: value for key, value in {**record.state, **record.update}.items() if isinstance(value, scalars)}
-    if values.get("planning_fraction") is not None:
-        reported.pop("planning_fraction", None)  # ours counts what was sampled, the update's what was graded
+    if values.get("planning_fraction") is not None:  # over all sampled completions; the reported one is over the graded
+        reported.pop("planning_fraction", None)
     values.update({key: value for key, value in reported.items() if value is not None or key not in values})
     for part in TIMED_PARTS if (microbatches := values.get("timing_microbatches")) else ():
         if (seconds := values.get(f"timing_{part}_total")) is not None:
@@ -220,8 +225,8 @@ def _values(record: StepRecord, context: RunContext, totals: Totals, samples: Sa
 
 
 def _catalogue_keys(values: Row, context: RunContext) -> Row:
-    """Remove the metrics of this run from ``values``; return them (None if absent) and their aliases, in the
-    catalogue's order."""
+    """Move the catalogue's metrics for this run from ``values`` to a new row, in the catalogue's order, each followed
+    by its aliases. Metrics that ``values`` lacks are None in the row."""
     features, tools = context.features, context.config.logging.aliases
     metrics = [m for m in METRICS if "<" not in m.key and (not m.requires or m.requires in features)]
     keys = {metric.key for metric in metrics}
@@ -235,7 +240,8 @@ def _catalogue_keys(values: Row, context: RunContext) -> Row:
 def _aliases(
     metric: Metric, value: float | None, tools: Sequence[str], name: str = ""
 ) -> Iterator[tuple[str, float | None]]:
-    """Yield the metric's names in the chosen tools with the value that it has there; ``name`` fills ``<name>``."""
+    """Yield (alias, value) for the metric's names in ``tools``; the value is converted where the tool uses another
+    scale. ``name`` replaces ``<name>`` in aliases."""
     for alias in (alias for tool in tools for alias in metric.aliases.get(tool, ())):
         scaled = value
         if alias in SCALED_ALIASES and value is not None:
@@ -245,7 +251,8 @@ def _aliases(
 
 
 def tags_to_show(samples: Samples, context: RunContext) -> list[str]:
-    """Return the tags with keys in the row: all if the source has several or one covers only a part; else []."""
+    """Return the tags that get keys in the row: all tags if the data source declares several or if some tag covers only
+    part of the completions, else []."""
     counts = Counter(tag for tags in samples.tags for tag in tags)
     if len(context.tags) > 1 or any(count < len(samples) for count in counts.values()):
         return sorted({*counts, *context.tags} - {"all"})  # env/all means every completion
@@ -347,14 +354,16 @@ def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
 
 
 def _kl_penalty(record: StepRecord, context: RunContext) -> float | None:
-    """Return ``objective/non_score_reward`` as the policy reports it; else 0 without ``kl_coef``, None with it."""
+    """Return ``objective/non_score_reward`` as the policy reported it. If it did not, return 0 without ``kl_coef`` and
+    None with it."""
     without_report = None if context.config.algorithm.kl_coef else 0.0
     penalty = {**record.state, **record.update}.get("objective/non_score_reward")
     return without_report if penalty is None else penalty
 
 
 def _credit(record: StepRecord, context: RunContext) -> Row:
-    """Return the uncertainty kind, the surprisal statistics also as entropy_*, and the share of planning tokens."""
+    """Return the uncertainty kind, the share of planning tokens and, unless the kind is shannon_entropy, the statistics
+    of the surprisal under the keys for entropy."""
     kind = record.state.get("uncertainty_kind") or context.config.algorithm.uncertainty_kind
     row: Row = {"uncertainty_kind": kind}
     if kind != "shannon_entropy":
@@ -380,7 +389,8 @@ def _lengths(samples: Samples) -> Row:
 
 
 def _sizes(samples: Samples, prefix: str = "") -> Row:
-    """Return what is recorded of the lengths of all completions, and of those of the discarded groups."""
+    """Return the length metrics that are recorded both for all completions and, with the prefix ``discarded_``, for
+    those of discarded groups."""
     groups = samples.by_group(samples.length_N)
     ratios = [float(lengths.max() / np.median(lengths)) for lengths in groups if np.median(lengths) > 0]
     return {
@@ -411,10 +421,12 @@ def _discarded(groups: Sequence[CreditedGroup], samples: Samples) -> Row:
 
 
 def _times(record: StepRecord, samples: Samples, everyone: Samples, ahead: bool) -> Row:
-    """Return the seconds of each part of the step; ``time/other`` is the rest, so that the parts add up to the step.
+    """Return the seconds of each part of the step and its speeds. ``time/other`` is the time outside all parts, so that
+    the parts add up to the step.
 
-    Sampling ahead of the policy overlaps other parts and is not counted; with ``ahead`` the row has the speeds of
-    sampler and trainer. ``samples`` are the batch's completions, ``everyone`` all sampled completions.
+    Sampling for later steps overlaps other parts and is not counted. With ``ahead``, the run samples for later steps,
+    and the row also has separate speeds of sampler and trainer. ``samples`` are the completions of the batch;
+    ``everyone`` also has those of dropped groups.
     """
     total = record.step_end - record.step_start
     row: Row = {"step_time_s": total}
@@ -444,7 +456,7 @@ def _times(record: StepRecord, samples: Samples, everyone: Samples, ahead: bool)
 
 
 def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], context: RunContext) -> None:
-    """Add ``rewards/<name>/…`` and their aliases; an alias never replaces a key of the row."""
+    """Add the keys ``rewards/<name>/…`` and their aliases to ``row``; an alias never replaces an existing key."""
     for name in names:
         values_N = samples.parts.get(name, np.full(len(samples), math.nan))
         by_group = samples.by_group(values_N)

@@ -1,4 +1,4 @@
-"""Explain unusual numbers in the rows of a run by notes, each made once, with the likely remedy.
+"""Explain unusual numbers in the rows of a run by notes with a likely remedy. A run gets each note at most once.
 
 ``explain`` is a function of the rows and the configuration alone, so a resumed run makes the same notes as an
 uninterrupted one.
@@ -14,14 +14,14 @@ from retrain.records.schema.base import Values
 from retrain.records.schema.rows import Note
 from retrain.util.text import percent
 
-WINDOW = 20  # Number of newest rows that the rules see, besides the run's first row
+WINDOW = 20  # Number of newest rows that the rules read, besides the run's first row
 
 Finding = tuple[str, str] | None
 
 
 @dataclass(frozen=True)
 class Recent:
-    """Input of a rule: ``rows`` in order, beginning with the run's first row, and the run's configuration."""
+    """Input of a rule: the run's first row and its newest rows, in order, and the run's configuration."""
 
     rows: Sequence[Values]
     config: Config
@@ -36,19 +36,23 @@ class Recent:
         return self.rows[-1]
 
     def last(self, key: str, count: int) -> list[float]:
-        """Return the last ``count`` values of ``key``; [] if there are fewer rows or one of the values is None."""
+        """Return the values of ``key`` in the last ``count`` rows; [] if there are fewer rows or a value is missing."""
         values = [value for row in self.rows[-count:] if (value := row.get(key)) is not None]
         return values if len(values) == count else []
 
     def cut_off(self) -> float:
-        """Return the mean of ``max_token_hit_rate`` over the last 3 steps; 0 if fewer steps have it."""
+        """Return the mean of ``max_token_hit_rate`` over the last 3 rows; 0 if there are fewer or a value is
+        missing."""
         return _mean(self.last("max_token_hit_rate", 3) or [0.0])
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Makes one kind of note: ``finding`` returns (text, remedy) or None. ``needs`` are (key, count): ``finding`` is
-    called only when each key has that many last values, and gets them as lists in this order."""
+    """Rule that makes one kind of note. ``finding`` returns (text, remedy), or None if there is nothing to note.
+
+    ``needs`` are pairs (key, count). ``finding`` is called only if each of the last ``count`` rows has a value of
+    ``key``, for all pairs; its arguments are the ``Recent`` and one list of values per pair.
+    """
 
     level: str
     finding: Callable[..., Finding]
@@ -58,8 +62,8 @@ class Rule:
 def explain(
     rows: Sequence[Values], config: Config, dtype: str = "float32", omitted: Collection[str] = ()
 ) -> list[Note]:
-    """Return the notes about the newest row; ``rows`` are in order, the first of them the run's first. ``dtype`` is
-    that of the model; ``omitted`` are the keys of earlier notes."""
+    """Return the notes about the newest row. ``rows`` begin with the run's first row and end with the newest.
+    ``dtype`` is the model's; rules whose keys are in ``omitted`` are skipped, because their note was made before."""
     if not rows:
         return []
     recent, notes = Recent(rows, config, dtype), []
@@ -94,7 +98,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def is_graded(row: Values) -> bool:
-    """Return whether a step had rewards other than 0 and 1; those of 0 and 1 with mean m have variance m · (1 − m)."""
+    """Return whether a step had rewards other than 0 and 1, as minimum, maximum, mean and variance show: rewards of 0
+    and 1 with mean m have variance m · (1 − m)."""
     lowest, highest, mean, std = (row.get(key) for key in ("reward_min", "reward_max", "mean_reward", "reward_std"))
     if lowest is None or highest is None or mean is None or std is None:
         return False
@@ -129,7 +134,7 @@ def _ungraded(recent: Recent) -> Finding:
 
 def _graded(recent: Recent) -> Finding:
     if not is_graded(recent.now) or "reward" in recent.config.campaign.primary_metric:
-        return None  # a metric of the reward sees all of it
+        return None  # the primary metric is already one of the reward
     name = "reward_mean" if recent.config.evaluation.problems else "mean_reward"
     return (
         "the reward has values other than 0 and 1; training sees them, while accuracy counts an answer as correct or "
@@ -344,7 +349,7 @@ def _sepa_too_late(recent: Recent) -> Finding:
     value = recent.now.get("sepa_lambda")
     if step != last or value is None or value >= 0.5 or _sepa_shut(recent):
         return None
-    if value == 0 and recent.config.sepa.schedule == "linear":  # which never falls again
+    if value == 0 and recent.config.sepa.schedule == "linear":  # a linear λ never falls, so it was always 0
         return (
             f"SEPA's λ was 0 in every one of the {last} steps: the run equals plain GTPO",
             "raise max_steps, or lower [sepa] steps or delay_steps to fit it",

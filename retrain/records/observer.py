@@ -1,4 +1,4 @@
-"""Observers of runs: consoles, tests, anything that follows a campaign from inside the process."""
+"""Observers of runs: consoles, tests and anything else that receives the events of a campaign inside the process."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -20,8 +20,12 @@ class SpecLike(Protocol):
 
 
 class Observer(Protocol):
-    """Calls in order: ``plan``; for each run ``placed`` (where there are several workers), ``run_started``, any
-    ``step`` and ``evaluated``, ``run_finished``; ``sealed`` after the start and before each ``evaluated``."""
+    """Receiver of a campaign's events.
+
+    ``plan`` is called first. Then follow, for each run, ``placed`` (only with several workers), ``run_started``, any
+    number of ``step`` and ``evaluated``, and ``run_finished``. ``sealed`` follows ``run_started`` and precedes each
+    ``evaluated`` of a new evaluation.
+    """
 
     def plan(self, specs: Sequence[SpecLike]) -> None:
         """Called with all runs before the first starts."""
@@ -48,7 +52,7 @@ class Observer(Protocol):
         """Called with a line for the user; ``level`` is info, warning or error."""
 
     def note(self, facts: Values) -> None:
-        """Called with keys of the campaign's manifest that have changed, by a run or analysis."""
+        """Called with entries of the campaign's manifest that a run or an analysis has changed."""
 
     def close(self) -> None:
         pass

@@ -20,20 +20,21 @@ from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import STATES, RunEntry
 from retrain.util.jsonl import last_row
 
-LOG_BLOCK, LOG_BYTES = 1 << 18, 16 << 20  # Bytes of a log to read at first, and if too few lines match
+LOG_BLOCK, LOG_BYTES = 1 << 18, 16 << 20  # Bytes of a log that are read at first, and if too few lines in them match
 MAX_OBJECT_BYTES = 64 << 20  # Largest JSON file that `read_object` reads
 KEPT_OBJECTS = 128
 SUMMARY_FILE = re.compile(r"(train|eval_(.+))_iteration_(\d{6,})" + re.escape(layout.SUMMARIES))
 
 
 def read_config(directory: Path) -> Row:
-    """Return ``config.json`` of a run; {} where there is none. Raises ValueError where it is no JSON."""
+    """Return ``config.json`` of a run; {} if it is missing. Raises ValueError if it is not JSON."""
     path = directory / layout.CONFIG
     return read_json(path) if path.is_file() else {}
 
 
 def intact_config(directory: Path) -> Row:
-    """Return ``config.json`` of a run; {} where there is none or it is damaged. Raises NotReadable."""
+    """Return ``config.json`` of a run; {} if it is missing or damaged. Raises NotReadable if the operating system
+    refuses to read it."""
     facts = read_json_if_present(directory / layout.CONFIG)
     return facts if isinstance(facts, dict) else {}
 
@@ -43,12 +44,11 @@ def metrics_rows(directory: Path) -> list[Row]:
 
 
 def evaluation_rows(directory: Path, held_out: str | None = None) -> list[Row]:
-    """Return the rows of ``evals.jsonl``; with ``held_out`` those of this held-out set."""
+    """Return the rows of ``evals.jsonl``; only those of the held-out set ``held_out`` if it is given."""
     return [row for row in iter_jsonl(directory / layout.EVALS) if held_out is None or row.get("name") == held_out]
 
 
 def held_out_completions(directory: Path, held_out: str | None) -> list[Row]:
-    """Return the rows of ``emergence/evaluations.jsonl`` of one held-out set."""
     return [row for row in iter_jsonl(directory / layout.EVALUATIONS) if row.get("name") == held_out]
 
 
@@ -58,12 +58,12 @@ def recorded_checkpoints(directory: Path) -> list[Row]:
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
-    """Return the paths ``step_*``, sorted by name; they may be incomplete or written by another program."""
+    """Return the paths ``checkpoints/step_*``, sorted by name. They may be incomplete, or not retrain's at all."""
     return sorted((directory / layout.SAVED).glob("step_*"))
 
 
 def summary_files(directory: Path) -> list[tuple[str, int, str]]:
-    """Return split, iteration and name of each file of summaries of a run, by iteration, then by split."""
+    """Return (split, iteration, file name) of each file of rollout summaries, sorted by iteration, then by split."""
     try:
         matches = map(SUMMARY_FILE.fullmatch, os.listdir(directory))
     except OSError:
@@ -79,8 +79,7 @@ def summary_files(directory: Path) -> list[tuple[str, int, str]]:
 def read_manifest(directory: Path) -> Row:
     """Return the content of ``manifest.json`` (``CampaignManifest``).
 
-    Raises UsageError when it is damaged or names files outside the directory, NotOurs when it is no manifest of
-    retrain.
+    Raises UsageError if it is damaged or names files outside the directory, NotOurs if retrain did not write it.
     """
     path = directory / layout.MANIFEST
     try:
@@ -97,8 +96,8 @@ def read_manifest(directory: Path) -> Row:
 
 
 def read_plan_file(directory: Path) -> Row:
-    """Return the content of ``plan.json`` without keys that retrain has removed. Raises UsageError when it is damaged,
-    NotOurs when it is no plan of retrain."""
+    """Return the content of ``plan.json`` without configuration keys that this version no longer has. Raises UsageError
+    if it is damaged, NotOurs if retrain did not write it."""
     path = directory / layout.PLAN
     try:
         content = read_json(path)
@@ -121,15 +120,16 @@ def planned_configs(directory: Path) -> dict[str, Row]:
 
 
 def is_run_id(value: object) -> bool:
-    """Return whether this is a plain name, not a path that could lead elsewhere."""
+    """Return whether a value is a plain name, not a path that could lead out of the directory."""
     return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_+~=.\-]+", value) is not None and value[0] != "."
 
 
 def run_entries(directory: Path, manifest: Values | None) -> list[RunEntry]:
-    """Return the runs of a directory: from its manifest, or, if it has none, from the files of runs in and under it.
+    """Return the runs of a directory. ``manifest`` is the directory's, None if it has none.
 
-    For the directory of a campaign's run, the entry is from the campaign's manifest. "running" becomes "interrupted"
-    where no process holds the directory's lock.
+    Without a manifest, the directory of a campaign's run has its entry from the campaign's manifest; for any other
+    directory, entries are made from the records of runs in it and in its folder ``runs``. The state "running" becomes
+    "interrupted" if no process holds the lock of the directory or of its campaign.
     """
     campaign = directory.absolute().parent.parent
     if manifest is not None:
@@ -159,7 +159,8 @@ def _entry_from_records(directory: Path, path: Path) -> RunEntry:
 
 
 def verification_files(directory: Path) -> list[Path]:
-    """Return the paths at which an adapter's verification may be; those of other conditions come last."""
+    """Return the paths of ``verification.json``: first that of the first run, which may not exist, then those of other
+    conditions."""
     home = directory / layout.SQUEEZE
     return [home / layout.VERIFICATION, *sorted(home.glob(f"*/{layout.VERIFICATION}"))]
 
@@ -169,7 +170,7 @@ def final_adapters(directory: Path) -> list[Path]:
 
 
 def homes_of_runs(directory: Path) -> list[Path]:
-    """Return ``directory`` itself if it is a run or campaign, else its subdirectories that are."""
+    """Return [``directory``] if it is a run or campaign, else its subdirectories that are runs or campaigns."""
 
     def is_home(path: Path) -> bool:
         return (path / layout.MANIFEST).is_file() or (path / layout.METRICS).is_file()
@@ -189,10 +190,8 @@ def is_held(lock: Path) -> bool:
 
 
 def read_object(path: Path | None) -> Row:
-    """Return the object of a JSON file, cached until the file changes; callers must not modify it.
-
-    Returns {} for a file that is missing, damaged, no object or larger than ``MAX_OBJECT_BYTES``.
-    """
+    """Return the object in a JSON file; {} if the file is missing, damaged, larger than ``MAX_OBJECT_BYTES`` or not an
+    object. It is cached until the file changes, so callers must not modify it."""
     stamp = stamp_of(path)
     return _object(path, stamp) if path is not None and stamp is not None and stamp.size <= MAX_OBJECT_BYTES else {}
 
@@ -215,8 +214,8 @@ def read_text(path: Path | None, characters: int) -> str:
 
 
 class LogLines(NamedTuple):
-    """Lines of a log, each with the byte at which it begins; ``before``: the byte before which a search continues, None
-    at the beginning of the file."""
+    """Lines of a log, each with the byte at which it begins. The search for earlier lines continues at byte ``before``;
+    it is None if the beginning of the file was reached."""
 
     lines: list[tuple[int, str]]
     before: int | None
@@ -224,7 +223,7 @@ class LogLines(NamedTuple):
 
 def log_lines(path: Path, before: int, search: str, most: int) -> LogLines:
     """Return the last ``most`` lines, in the file's order, that end before byte ``before`` (-1: the end of the file)
-    and contain ``search``, which is lower case. Reads ``LOG_BYTES`` at most."""
+    and contain ``search``, which must be lower case. Reads at most ``LOG_BYTES``."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         end = size if before < 0 else min(before, size)
@@ -233,7 +232,7 @@ def log_lines(path: Path, before: int, search: str, most: int) -> LogLines:
             lines = os.pread(file.fileno(), end - start, start).splitlines(keepends=True)
             begins = accumulate(map(len, lines[:-1]), initial=start)
             texts = (line.decode("utf-8", "replace").rstrip("\r\n") for line in lines)
-            read = list(zip(begins, texts, strict=False))[1 if start else 0 :]  # the first may begin further ahead
+            read = list(zip(begins, texts, strict=False))[1 if start else 0 :]  # the first line may be cut
             matches = [(begin, text) for begin, text in read if search in text.lower()]
             if len(matches) >= most or not start:
                 break

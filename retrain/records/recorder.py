@@ -1,8 +1,8 @@
 """Write all records of a run as they arise: one line of strict JSON per event, flushed.
 
-Rows are built by the caller and written by a thread, in order; ``flush`` waits until they are on disk. A row depends
-only on the event and on the recorder's saved state, so a resumed run continues its files exactly: ``truncate`` removes
-rows after the restored step and ``restore`` restores the running sums.
+Rows are computed on the calling thread and written by another thread, in order; ``flush`` waits until they are on disk.
+A row depends only on the event and on the recorder's saved state, so a resumed run continues its files exactly:
+``truncate`` removes the rows from the restored step on and ``restore`` restores the running sums.
 """
 
 from __future__ import annotations
@@ -62,15 +62,18 @@ SERVER_REMEDY = "requests wait for a server, or go to the others; a launched one
 
 
 class RunRecorder(RecordFiles):
-    """Writes one run's directory.
+    """Writer of one run's directory.
 
     Order of calls: ``RunRecorder(…)``, on resume ``restore(state)`` and ``truncate(step)``, then ``start(facts)``; per
-    step ``record_eval`` for its evaluations, then ``record_step``; ``flush`` before records must outlive the process;
-    ``close`` at the end. ``start`` starts the trackers and raises RetrainError if one cannot start. A tracker's later
-    failure is reported once through ``warn`` and in ``run.log``, as are notes of level warning. Any call raises
-    RunFailed (StorageError for a disk) when an earlier record could not be written. ``token_text`` locates a
-    completion's tokens in its text, for the pages. ``guard`` is called before every write, and raises LeaseLost once
-    another process may write the directory.
+    step ``record_eval`` for its evaluations, then ``record_step``; ``close`` at the end. ``flush`` makes sure that all
+    records so far survive the process.
+
+    ``start`` starts the trackers and raises RetrainError if one cannot start. A later failure of a tracker is reported
+    once through ``warn`` and in ``run.log``, and so are notes of level warning. Any call raises RunFailed, or its
+    subclass StorageError, if an earlier record could not be written.
+
+    ``token_text`` locates a completion's tokens in its text, for the pages. ``guard`` is called before every write and
+    raises LeaseLost if another process may be writing the directory.
     """
 
     def __init__(
@@ -103,8 +106,8 @@ class RunRecorder(RecordFiles):
         return any((self.directory / name).exists() for name in names)
 
     def start(self, facts: Values | None = None, system: Mapping[str, bytes] | None = None) -> None:
-        """Write ``config.json`` (``facts`` as given) and the files ``system``, and start the trackers; a second call
-        does nothing."""
+        """Write ``config.json`` (``facts``, unless None) and the files ``system`` (contents by name), and start the
+        trackers. A second call does nothing."""
         if self._started:
             return
         self._started = True
@@ -122,7 +125,7 @@ class RunRecorder(RecordFiles):
                 reporter.send_history(self.directory, self._finished)
 
     def keeps_tokens(self, step: int) -> bool:
-        """Return whether the rollouts of this step are recorded token by token, with their pages."""
+        """Return whether the tokens, the logtree and the page of this step's rollouts are written."""
         every = self.context.config.logging.rollouts_every
         return every > 0 and (step % every == 0 or step + 1 == self.context.max_steps)
 
@@ -148,7 +151,8 @@ class RunRecorder(RecordFiles):
         """Write one evaluation to ``evals.jsonl``; its keys join the metrics row of the next ``record_step``.
 
         ``record.step`` counts the optimizer steps done, so the untrained model is step 0 and the evaluation after the
-        update of row n has step n + 1. If two evaluations join one row (the first), it has the values of the later one.
+        update of row n has step n + 1. Row 0 can therefore get two evaluations, before and after the first update; it
+        has the values of the second.
         """
         self.start()
         config = self.context.config
@@ -180,7 +184,7 @@ class RunRecorder(RecordFiles):
         return read_jsonl(self.directory / layout.EVALS)
 
     def seal(self) -> Row:
-        """Return the ``Seal`` of all evaluations so far; {} where an earlier version has recorded some of them."""
+        """Return the ``Seal`` of all evaluations so far; {} if a version without seals has recorded some of them."""
         if not self._state.sha256:
             return {}
         rows, sha256 = self._state.rows, self._state.sha256
@@ -193,11 +197,11 @@ class RunRecorder(RecordFiles):
         ).to_row()
 
     def record_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Append one line to ``checkpoints.jsonl``, after all earlier records, and wait until all are on the disk. Call
-        it when the checkpoint's directory is complete."""
+        """Append one line to ``checkpoints.jsonl``, after all earlier records, and wait until all of them are on disk.
+        Call it when the checkpoint's directory is complete."""
         self.write(lambda: self.append(layout.CHECKPOINTS, [checkpoint.to_row()]))
         self.flush()
-        self.write(lambda: write_timeline(self.directory, self.check_directory))  # so that a killed run has one too
+        self.write(lambda: write_timeline(self.directory, self.check_directory))  # in case the run is killed later
 
     def log(self, text: str, level: str = "info") -> None:
         """Add time-stamped lines to ``run.log``; never raises."""
@@ -209,15 +213,16 @@ class RunRecorder(RecordFiles):
         self.log("".join(traceback.format_exception(error)), level="error")
 
     def record_server(self, step: int, text: str, level: str = "info") -> None:
-        """Log an event of a server that a run samples from, with a note unless ``level`` is info. Thread-safe; never
-        raises."""
+        """Log an event of a server that the run samples from, and add a note unless ``level`` is info. Thread-safe;
+        never raises."""
         self.log(text, level)
         if level != "info":
             note = Note(step, "server", level, without_keys(text), SERVER_REMEDY)
             self.write(lambda: self.append(layout.NOTES, [note.to_row()]), always=True)
 
     def truncate(self, step: int) -> None:
-        """Remove everything at and after ``step`` (the next step to run) and lines torn by a kill."""
+        """Remove everything at and after ``step`` (the next step to run), and lines that a killed process left half
+        written."""
         self.flush()
         # An evaluation or checkpoint numbered n was made at the end of step n - 1, before the state restored at n.
         done = step + 1 if step > 0 else 0
@@ -242,7 +247,7 @@ class RunRecorder(RecordFiles):
         self.log(f"records truncated to the {step} finished steps")
 
     def state(self) -> Row:
-        """Return what must be saved for an exact continuation (``RecorderState``), as JSON."""
+        """Return the state that a checkpoint saves for an exact continuation (``RecorderState``), as JSON."""
         trackers = self._state.trackers | {reporter.name: reporter.state for reporter in self._reporters}
         sent = self._state.sent | {reporter.name: reporter.sent for reporter in self._reporters}
         return replace(self._state, trackers=trackers, sent=sent).to_row()
@@ -305,10 +310,11 @@ class RunRecorder(RecordFiles):
         tokens: bool,
         lines: tuple[int, int],
     ) -> None:
-        """Write an iteration's rollouts, with ``tokens`` also its pages and tokens, and its line in the index.
+        """Write the summaries of an iteration's rollouts and its line in the index; with ``tokens`` also its tokens,
+        logtree and page.
 
-        ``lines`` are the bytes [begin, end) of its completions in ``emergence/generations.jsonl``, of an evaluation in
-        ``emergence/evaluations.jsonl``.
+        ``lines`` is the byte range [begin, end) of the iteration's completions in ``emergence/generations.jsonl`` or,
+        for an evaluation, in ``emergence/evaluations.jsonl``.
         """
         config, run, condition = self.context.config, self.context.run_id, self.context.condition
         weights = {part.shown_name: (part.weight, part.offset) for part in config.reward.components}
@@ -333,7 +339,7 @@ class RunRecorder(RecordFiles):
 
 class NullRecorder(RunRecorder):
     """Recorder of ranks other than 0: it measures and writes nothing and has no tracker. ``any_written`` is true, so
-    that a run with a checkpoint is restored from it."""
+    that these ranks restore a run from its checkpoint as rank 0 does."""
 
     any_written = True  # pyright: ignore[reportAssignmentType]
 
@@ -374,9 +380,9 @@ def _remove_rollouts(directory: Path, split: str, iteration: int) -> None:
 def write_rollouts(
     directory: Path, batch: Batch, num_groups: int | None, check: Callable[[], None] = lambda: None
 ) -> list[Path]:
-    """Write the summary lines; unless ``num_groups`` is None also all tokens, and a logtree and a page with the texts
-    of ``num_groups`` groups. ``check`` is called when the texts are made, before the first file is written. Does not
-    wait for the disk. Return the paths."""
+    """Write the summaries of a batch and, unless ``num_groups`` is None, all tokens, and a logtree and a page with the
+    texts of ``num_groups`` groups; return the paths. Does not wait for the disk. ``check`` is called before the first
+    file is written; if it raises, nothing is written."""
     texts = {layout.SUMMARIES: "".join(dumps(row) + "\n" for row in summary_rows(batch))}
     if num_groups is not None:
         texts[layout.LOGTREE] = dumps(logtree(batch, num_groups)) + "\n"

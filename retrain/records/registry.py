@@ -1,7 +1,7 @@
-"""The registry of a folder: which comparisons its campaigns have declared, and how each run finished.
+"""The registry of a folder of campaigns: a JSON-lines file with every declared comparison and every finished run.
 
-Lines are only added. Declarations and results stay known when a directory is deleted, when the same comparison is
-declared again, and when its seeds are chosen from the seeds of an earlier one.
+Lines are only added. The registry therefore still shows a comparison whose directory was deleted, a comparison that was
+declared again, and seeds that were declared after their results were known.
 """
 
 import fcntl
@@ -21,8 +21,8 @@ from retrain.records.schema.layout import EVALS, REGISTRY
 from retrain.records.schema.registry import Declaration, FinishedRun, RegistryLine
 from retrain.util.jsonl import json_lines
 
-# ``registry`` in a manifest: OFF if the campaign is not registered, ON before its declaration, and then the
-# declaration's time
+# Values of ``registry`` in a manifest: OFF if the campaign is not registered, ON before its declaration is written;
+# after that the value is the declaration's time
 OFF, ON = "off", "on"
 DECLARED = ("max_steps", "seeds", "baseline", "primary_metric", "equivalence_margin", "sequential")
 NOT_REGISTERED = (
@@ -45,7 +45,7 @@ class Registry:
         return owner.id if owner else ""
 
     def check(self) -> None:
-        """Raise NotOurs if the file belongs to another program."""
+        """Raise NotOurs if the registry's path has a file of another program."""
         first = next((row for _, row in json_lines(self.path)), {})
         is_empty = not self.path.exists() or not self.path.stat().st_size
         if self.path.is_symlink() or not (is_empty or "owner" in first):
@@ -62,7 +62,7 @@ class Registry:
             return OFF
 
     def declare(self, declared: Values, data: str) -> str:
-        """Add a declaration, unless the campaign's last one is the same; return the time in its line."""
+        """Add a declaration, unless the campaign's last line is the same declaration; return the time in its line."""
         with self._locked():
             settings = {key: declared[key] for key in DECLARED}
             line = Declaration(**self._begin("declaration", data), conditions=declared["settings"], **settings)
@@ -77,7 +77,8 @@ class Registry:
         return {"kind": kind, "time": time, "owner": self.owner, "directory": self.directory.name, "data": data}
 
     def finish(self, entry: RunEntry, declared: Values) -> None:
-        """Add a line for a finished run, unless there is one: a process killed after adding it may run this again."""
+        """Add a line for a finished run, unless the same line exists: if the process was killed after adding it, this
+        is called again on resume."""
         result: dict[str, float | None] = {}
         for row in iter_jsonl(self.directory / entry.path / EVALS):
             result[row["name"]] = row.get(f"eval/{row['name']}/correct_rate")
@@ -99,7 +100,7 @@ class Registry:
                 self._own_lines.add(content)
 
     def lines(self) -> list[RegistryLine]:
-        """Return the lines in their order; damaged ones are left out."""
+        """Return all lines in the order of the file, without damaged ones."""
         kinds: Mapping[object, type[RegistryLine]] = {"declaration": Declaration, "run": FinishedRun}
         lines = []
         for _, row in json_lines(self.path):
@@ -110,9 +111,10 @@ class Registry:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the file; create it if it is missing, and end a line that a killed process left half written."""
+        """Lock the file for writing. Create it if it is missing; add a newline if a killed process left its last line
+        half written."""
         with writing(self.path), open(self.path, "ab+") as file:
-            with suppress(OSError):  # a file system without locks: lines are appended whole
+            with suppress(OSError):  # a file system without locks; each line is appended by one write
                 fcntl.flock(file, fcntl.LOCK_EX)
             if file.seek(0, 2):
                 file.seek(-1, 2)
@@ -128,14 +130,15 @@ def _content(line: RegistryLine) -> Row:
 
 @dataclass(frozen=True)
 class History:
-    """A campaign's entries in a registry: ``deviations`` as clauses, ``notes`` as sentences."""
+    """Facts about a campaign from the registry: protocol deviations as clauses, notes as sentences."""
 
     deviations: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def history(directory: Path, manifest: Values) -> History:
-    """Return deviations and notes from the registry beside a campaign; none if an earlier version declared it."""
+    """Return deviations and notes from the registry beside a campaign; none if a version without registry declared the
+    campaign."""
     registered = manifest.get("registry")
     if not registered:
         return History()
@@ -162,8 +165,9 @@ def _declared_again(mine: Sequence[RegistryLine]) -> list[str]:
 
 
 def _seeds_known_before(first: Declaration, before: Sequence[RegistryLine]) -> list[str]:
-    """Return a clause if seeds had finished in other directories, under two or more of the conditions, before they were
-    declared here; none for a campaign with all seeds of an earlier one, which repeats it without choosing seeds."""
+    """Return a clause if some seeds were declared after runs with them had finished in other directories, under at
+    least two of the conditions. A campaign with exactly the seeds of an earlier one repeats it without choosing seeds,
+    so there is no clause."""
     if any(isinstance(line, Declaration) and first.repeats(line) for line in before):
         return []
     finished = [line for line in before if isinstance(line, FinishedRun) and line.belongs_to(first)]
@@ -204,7 +208,8 @@ def _change_since(last: FinishedRun, entry: RunEntry | None) -> str:
 
 
 def _earlier_declarations(first: Declaration, before: Sequence[RegistryLine], path: Path) -> list[str]:
-    """Return a sentence that counts the declarations of the same comparison and names the earlier ones, if any."""
+    """Return a sentence that numbers this declaration among those of the same comparison and names the earlier ones;
+    [] if it is the first."""
     earlier = {
         line.owner: line for line in before if isinstance(line, Declaration) and line.comparison == first.comparison
     }

@@ -26,16 +26,16 @@ from retrain.records.trackers import TRACKERS, TrackedRun, Tracker, Warn, is_eva
 from retrain.threads import Thread
 
 NOT_TRACKED = ("step", "condition", "advantage_mode", "transform_mode")
-WAITING_ROWS = 1000  # Rows that may wait for a tracker before it is given up
+WAITING_ROWS = 1000  # Rows that may wait for a tracker; with more, it gets no further rows
 START_SECONDS = 10.0  # How long the start of a run waits for a tracker to start
-FINISH_SECONDS = 120.0  # How long the end of a run waits for a tracker to send what it has
+FINISH_SECONDS = 120.0  # How long the end of a run waits for a tracker to send its queued rows
 
 
 def make_trackers(context: RunContext, run_dir: Path, warn: Warn = lambda text: None) -> dict[str, Tracker]:
-    """Return the trackers that ``[logging]`` asks for, by name: ``report_to``, and wandb when ``wandb_project`` is set.
+    """Return trackers by name: those in ``[logging] report_to``, and wandb if ``wandb_project`` is set.
 
-    A plug-in tracker is what the user's ``module:function`` returns for ``run_dir``. Raises PluginError if it cannot be
-    loaded or is no tracker.
+    A plug-in tracker is the return value of the user's ``module:function``, called with ``run_dir``. Raises PluginError
+    if it cannot be loaded or is not a tracker.
     """
     names = trackers(context.config.logging.report_to, context.config.logging.wandb_project)
     return {
@@ -61,9 +61,9 @@ def _plugin(plugin: str, context: RunContext, run_dir: Path) -> Tracker:
 class Reporter:
     """Calls all methods of a tracker on a separate thread.
 
-    After the start, its errors and delays do not affect the training: the first failure is reported once through
-    ``warn``, and the tracker gets no further rows. ``state`` is what its last ``start`` returned, in this process or an
-    earlier one; ``sent`` is the first step whose row the tracker has not received.
+    After the start, errors and delays of the tracker do not affect the training: its first failure is reported through
+    ``warn``, and it gets no further rows. ``state`` is the return value of the tracker's last ``start``, in this
+    process or an earlier one; ``sent`` is the first step whose row the tracker has not received.
     """
 
     def __init__(self, name: str, tracker: Tracker, warn: Warn):
@@ -71,20 +71,20 @@ class Reporter:
         self.broken = False
         self.state: Row | None = None
         self.sent = 0
-        self._evaluations: dict[int, Row] = {}  # by step, until the row that they come with
+        self._evaluations: dict[int, Row] = {}  # by step, until the next row is logged
         self._thread = Thread(f"tracker {name}", WAITING_ROWS)
 
     def start(self, context: RunContext) -> None:
-        """Start the tracker; wait at most ``START_SECONDS``. Raises an error within this time, because a run must not
-        begin unreported; a later error is handled like any failure."""
+        """Start the tracker; wait at most ``START_SECONDS``. An error within this time is raised, because a run must
+        not begin without its tracker; a later error is handled like any other failure."""
         errors: list[BaseException] = []
         late = threading.Event()
 
         def begin() -> None:
             try:
                 self.state = start_tracker(self.name, self.tracker, context, self.state)
-            except BaseException as error:  # also what ends a process when raised on the main thread
-                self.broken = True  # nothing was begun that could be finished
+            except BaseException as error:  # SystemExit and KeyboardInterrupt too
+                self.broken = True  # so that ``finish`` does not call a tracker that has not started
                 errors.append(error)
                 if late.is_set():
                     self.warn(f"{error}; training goes on without it")
@@ -99,7 +99,8 @@ class Reporter:
             self.warn(f"{self.name} has not started after {START_SECONDS:g} s; training goes on, and its rows wait")
 
     def send_history(self, directory: Path, finished: int) -> None:
-        """Send rows of earlier processes that the tracker may lack; ``finished``: number of their steps."""
+        """Send rows of earlier processes that the tracker may lack. ``finished`` is the number of steps that these
+        processes recorded."""
         first = 0 if getattr(self.tracker, "skips_sent_steps", False) else self.sent
 
         def send() -> None:
@@ -115,7 +116,7 @@ class Reporter:
         self._evaluations.setdefault(step, {}).update(row)
 
     def log_row(self, step: int, row: Row) -> None:
-        """Queue the row of a step and the evaluations so far, in the order of their steps; never waits."""
+        """Queue the row of a step and the evaluations since the last row, in the order of their steps; never waits."""
         self._log([(step, without_evaluations(row))])
 
     def finish(self, failed: bool) -> None:
@@ -157,7 +158,7 @@ class Reporter:
 
 def recorded_history(directory: Path, first: int, finished: int) -> Iterable[tuple[int, Row]]:
     """Return (step, numbers) of the rows and evaluations that earlier processes have recorded, from step ``first`` on,
-    in the order in which a tracker receives them. ``finished``: number of recorded steps."""
+    in the order in which a tracker receives them. ``finished`` is the number of recorded steps."""
     evaluations: dict[int, Row] = {}
     for line in iter_jsonl(directory / EVALS):
         if first <= line["step"] <= finished:
@@ -169,12 +170,14 @@ def recorded_history(directory: Path, first: int, finished: int) -> Iterable[tup
 
 
 def in_order(evaluations: Mapping[int, Row], rows: Iterable[tuple[int, Row]]) -> Iterable[tuple[int, Row]]:
-    """Return (step, numbers) of evaluations and rows by step, an evaluation before the row of its step."""
+    """Merge evaluations and rows into pairs (step, numbers), sorted by step; an evaluation precedes the row of its
+    step."""
     return heapq.merge(sorted(evaluations.items()), rows, key=itemgetter(0))
 
 
 def start_tracker(name: str, tracker: Tracker, context: RunContext, state: Values | None) -> Row:
-    """Start a tracker and return its state for a resume. Raises RetrainError when it cannot start."""
+    """Start a tracker and return its state, which a later ``start`` gets on resume. Raises RetrainError if it cannot
+    start."""
     try:
         returned = tracker.start(TrackedRun.of(context), dict(state) if state else None)
     except RetrainError:
@@ -192,7 +195,8 @@ def start_tracker(name: str, tracker: Tracker, context: RunContext, state: Value
 
 
 def tracker_values(row: Values) -> Row:
-    """Return a row under its tracker names, without nulls and ``NOT_TRACKED`` keys; booleans become 0 and 1."""
+    """Return a row with the metrics' names in trackers, without None and ``NOT_TRACKED`` keys; booleans become 0 and
+    1."""
     return {
         wandb_name(key): int(value) if isinstance(value, bool) else value
         for key, value in row.items()
@@ -201,6 +205,6 @@ def tracker_values(row: Values) -> Row:
 
 
 def without_evaluations(row: Values) -> Row:
-    """Return a row without its evaluations, which trackers receive separately at the evaluation's step."""
+    """Return a row without its evaluations, which trackers receive separately, at the step of the evaluation."""
     prefixes = tuple(key.removesuffix("step") for key in row if key.startswith("eval/") and key.endswith("/step"))
     return {key: value for key, value in row.items() if not key.startswith(prefixes)}

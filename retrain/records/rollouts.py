@@ -1,9 +1,9 @@
 """Every trajectory of an iteration as data: summary lines, a logtree, and completions with their texts shortened.
 
-The formats are those of the Tinker cookbook, so that readers written for it work: one line per trajectory before any
-filtering; the logtree's top is ``title, started_at, path, root``, a node is ``tag, attrs, children`` and, for a
-conversation, ``data``. Strings among a logtree's children are HTML-escaped, as the cookbook's are; the messages in
-``data`` are the plain text.
+The formats are those of the Tinker cookbook, so that readers written for it work. There is one summary line per
+trajectory, those of discarded groups included. A logtree is an object with ``title``, ``started_at``, ``path`` and
+``root``; its nodes have ``tag``, ``attrs``, ``children`` and, for a conversation, ``data``. Strings among the children
+are HTML-escaped, as in the cookbook; the messages in ``data`` are plain text.
 """
 
 import datetime
@@ -32,10 +32,10 @@ from retrain.types import (
 )
 from retrain.util.text import escape, without_keys
 
-# Returns the text of sampled token ids, and the characters [start, end) of each token in it
+# Maps token ids to their text and the character range [start, end) of each token in it
 TokenText = Callable[[Sequence[int]], tuple[str, Offsets]]
 
-MESSAGE_CHARACTERS = 200_000  # Longest message in a logtree; what is cut off is counted in its place
+MESSAGE_CHARACTERS = 200_000  # Longest message in a logtree; a longer one ends with the number of characters cut
 # Characters of all messages of a logtree: with many samples each gets an equal share, at least LEAST_CHARACTERS
 LOGTREE_CHARACTERS = 4_000_000
 LEAST_CHARACTERS = 2_000
@@ -50,9 +50,9 @@ SHOWN_END = 300
 class Batch:
     """The rollouts of one iteration. ``iteration`` counts the updates before it.
 
-    ``split`` is ``train`` or ``eval/<name>``; ``run`` and ``condition`` name the run; ``token_text`` locates tokens in
-    texts, None if that is not possible; ``started`` is in seconds since the epoch; ``weights`` has weight and offset of
-    each part of a weighted reward.
+    ``split`` is ``train`` or ``eval/<name>``. ``run`` and ``condition`` name the run. ``started`` is in seconds since
+    the epoch. ``token_text`` locates tokens in texts; it is None if that is not possible. ``weights`` maps each
+    component of a weighted reward to its weight and offset.
     """
 
     split: str
@@ -111,9 +111,9 @@ def summary_rows(batch: Batch) -> list[Row]:
 
 
 def _turn_rows(rollout: CreditedRollout) -> list[Row]:
-    """Return one row per turn. ``ob_len`` is the length of the whole observation: everything that the policy saw before
-    it acted, as in the Tinker cookbook. The last turn gets the rest of the total reward, so that the rewards add up to
-    it."""
+    """Return one row per turn. ``ob_len`` counts all tokens that the policy saw before it acted, as in the Tinker
+    cookbook. The reward of the last turn is the total reward minus the rewards of earlier turns, so that the rewards
+    add up to the total."""
     rows, at, context = [], 0, 0
     for index, turn in enumerate(rollout.turns):
         observation = len(turn.observation_ids) + (0 if turn.fresh else context)
@@ -148,7 +148,7 @@ def _turn_rows(rollout: CreditedRollout) -> list[Row]:
 
 
 def metrics_of(reward: RewardResult) -> Row:
-    """Return ``correct``, ``format`` where one is defined, each component and each sample metric."""
+    """Return by name: ``correct``, ``format`` if the reward defines one, every component and every sample metric."""
     values: Row = {"correct": float(reward.is_correct)}
     if reward.format_ok is not None:
         values["format"] = float(reward.format_ok)
@@ -157,8 +157,8 @@ def metrics_of(reward: RewardResult) -> Row:
 
 @dataclass(frozen=True)
 class Part:
-    """One number of a reward: ``value`` as recorded, None if missing. A component with a weight also has the amount
-    that it ``adds`` to the total, and ``how``, its calculation as text."""
+    """One number of a reward, None if missing. For a component with a weight, ``adds`` is the amount that it adds to
+    the total, and ``how`` is the calculation of this amount as text."""
 
     name: str
     value: float | None
@@ -167,7 +167,7 @@ class Part:
 
 
 def breakdown(reward: RewardResult, weights: Mapping[str, tuple[float, float]]) -> tuple[list[Part], list[Part]]:
-    """Return the components of the total, and the other numbers: sample metrics, ``correct`` and ``format``."""
+    """Return the components of the total reward, and the other numbers: sample metrics, ``correct`` and ``format``."""
     components = []
     for name, value in reward.components.items():
         if name in weights and value is not None:
@@ -188,7 +188,7 @@ def part_names(groups: Sequence[CreditedGroup]) -> list[str]:
 
 
 def advantage_of(rollout: CreditedRollout) -> float | None:
-    """Return the rollout's advantage; None where there is none (no reward, or an evaluation)."""
+    """Return the rollout's advantage; None if it has none, because it has no reward or belongs to an evaluation."""
     return rollout.advantage if math.isfinite(rollout.advantage) else None
 
 
@@ -208,7 +208,8 @@ def _plain(messages: Sequence[Message], limit: int | None) -> list[dict[str, str
 
 
 def fair_share(total: int, most: int, count: int) -> int:
-    """Return the characters for each of ``count`` texts: a share of ``total`` from LEAST_CHARACTERS to ``most``."""
+    """Return how many characters each of ``count`` texts may have: an equal share of ``total``, but at least
+    ``LEAST_CHARACTERS`` and at most ``most``."""
     return min(most, max(LEAST_CHARACTERS, total // max(1, count)))
 
 
@@ -216,7 +217,8 @@ def fair_share(total: int, most: int, count: int) -> int:
 
 
 def logtree(batch: Batch, num_groups: int) -> Row:
-    """Return the tree of one iteration: texts and grading of the first ``num_groups``, details of every trajectory."""
+    """Return the tree of one iteration: texts and grading of the first ``num_groups`` groups, and a table of details
+    for every group."""
     count = sum(len(group.rollouts) for group in batch.groups[:num_groups])
     limit = fair_share(LOGTREE_CHARACTERS, MESSAGE_CHARACTERS, count)
     title = f"{batch.run}: {batch.title}"
@@ -239,7 +241,7 @@ def logtree(batch: Batch, num_groups: int) -> Row:
 
 
 def node(tag: str, css: str, *children: Row | str, data: Row | None = None) -> Row:
-    """Return one node; strings among the children must be escaped."""
+    """Return one node of a logtree; strings among the children must be HTML-escaped."""
     made: Row = {"tag": tag, "attrs": {"class": css} if css else {}, "children": list(children)}
     return made | ({"data": data} if data is not None else {})
 
@@ -344,7 +346,7 @@ def generations(record: StepRecord) -> list[Row]:
 
 
 def held_out_completions(record: EvalRecord, strict: bool = True) -> list[Row]:
-    """Return the lines of ``emergence/evaluations.jsonl``; ``strict`` as in ``answer_of``."""
+    """Return the lines of ``emergence/evaluations.jsonl``; ``strict`` is passed to ``scores.answer_of``."""
     return [
         HeldOutCompletion(
             **_common(record.step, rollout),
@@ -360,7 +362,7 @@ def held_out_completions(record: EvalRecord, strict: bool = True) -> list[Row]:
 
 
 def shortened(text: str) -> str:
-    """Return the text, without its middle if it exceeds ``SHOWN`` characters: the answer is at the end."""
+    """Return the text, without its middle if it exceeds ``SHOWN`` characters; the end is kept for the answer."""
     return text if len(text) <= SHOWN else f"{text[: SHOWN - SHOWN_END]} […] {text[-SHOWN_END:]}"
 
 

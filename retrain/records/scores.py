@@ -1,9 +1,8 @@
 """The scores of an evaluation.
 
-The unit of an evaluation is the problem: its samples are not independent, so every score is first computed for each
-problem and the interval is over problems. A vote is the answer of a completion, extracted as the run's reward extracts
-it (a reward that extracts none: as ``match`` with ``strict = false``) and normalised as ``match`` does. Answers that
-still differ are different votes.
+The samples of one problem are not independent. Every score is therefore first computed for each problem, and intervals
+are over problems. In maj@k, a completion votes for its answer. The answer is extracted as the run's reward extracts it
+(as ``match`` with ``strict = false`` if the reward extracts none) and normalised as ``match`` does.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ VOTE_CHARACTERS = 1000  # Characters of an answer that a vote compares
 
 
 def evaluation_keys(context: RunContext) -> tuple[str, ...]:
-    """Return the keys of all evaluations, which every row has; empty if the configuration evaluates nothing."""
+    """Return the keys of all held-out evaluations, which every row of metrics has."""
     keys: list[str] = []
     for each in context.config.evaluated:
         nothing = EvalRecord(each.recorded_name, 0, [], each.sampling.temperature, each.samples, seconds=0.0)
@@ -38,8 +37,8 @@ def evaluation_keys(context: RunContext) -> tuple[str, ...]:
 def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True, audited: bool = False) -> Row:
     """Return the numbers of one held-out evaluation under ``eval/<name>/…``, intervals clustered by problem.
 
-    ``tags`` are those that the data may have: their keys are there even when no problem has them. ``strict`` says
-    which answers a vote counts (``answer_of``), ``audited`` whether there is a second grader.
+    ``tags`` are the tags that the data source may give: they have keys even if no problem has them. ``strict`` is
+    passed to ``answer_of``. ``audited`` says whether ``[audit]`` configures a second grader.
     """
     samples = collect(list(map(CreditedGroup.of, record.groups)))
     prefix = f"eval/{record.name}"
@@ -73,9 +72,9 @@ def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True
 
 
 def answer_of(rollout: Rollout, strict: bool) -> str | None:
-    """Return the answer of a rollout, normalised; None if it has none, and so no vote.
+    """Return the normalised answer of a rollout, which is its vote in maj@k; None if it has no answer.
 
-    ``strict`` as in ``answer_text``.
+    ``strict`` is passed to ``util.answers.answer_text``.
     """
     problem = rollout.prompt.problem
     answer = answer_text(rollout.text, problem.answer, str(problem.metadata.get("solution", "")), strict)
@@ -87,9 +86,10 @@ def _accuracy(samples: Samples) -> Interval:
 
 
 def _at_k(groups: Sequence[Group], n: int, strict: bool) -> Row:
-    """Return pass@k, avg@n and maj@k over problems with n samples each; every value None without groups.
+    """Return pass@k, avg@n and maj@k over problems with n samples each; every value is None if there are no groups.
 
-    Intervals use the spread of the problems' scores, which are means of samples and spread less than single answers.
+    Intervals are computed from the scores of the problems. Such a score is a mean over samples, so it varies less than
+    single answers do.
     """
     right = [[rollout.reward.is_correct for rollout in group.rollouts] for group in groups]
     row: Row = {}

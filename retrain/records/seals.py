@@ -1,7 +1,7 @@
 """The seal of a run's evaluations: a SHA-256 over all rows so far, kept in the manifest.
 
-A row's hash covers the hash of the row before it, so that a seal of constant size covers the whole file and an
-evaluation costs its own rows only. Seconds are left out: an interrupted run has the seal of an uninterrupted one.
+A row's hash covers the hash of the row before it, so that the last hash covers the whole file and an evaluation only
+has to hash its own rows. ``seconds`` is left out, so that an interrupted run has the same seal as an uninterrupted one.
 """
 
 import hashlib

@@ -1,18 +1,19 @@
 """Every token of an iteration's rollouts, with whole texts, in one file that is read in pieces.
 
-A step has ``tokens_000010.safetensors``, an evaluation ``tokens_eval_<name>_000010.safetensors``. Rollouts follow one
-another, group by group. Arrays over L have an entry for every token of a rollout as the policy saw it, arrays over T
-for every token that it sampled. ``offsets[i] : offsets[i + 1]`` of L is rollout ``i``, and so is ``sampled[i] :
-sampled[i + 1]`` of T:
+The file of a step is ``tokens_000010.safetensors``, of an evaluation ``tokens_eval_<name>_000010.safetensors``. All
+rollouts are concatenated, group by group. Arrays over L have an entry for every token that the policy read or sampled,
+arrays over T only for sampled tokens. Rollout ``i`` is ``offsets[i] : offsets[i + 1]`` in arrays over L and
+``sampled[i] : sampled[i + 1]`` in arrays over T:
 
-- ``ids`` int32 [L]; ``action`` uint8 [L], 1 where it was sampled;
+- ``ids`` int32 [L]; ``action`` uint8 [L], 1 for sampled tokens;
 - ``logprobs`` and, where they are known, ``trainer_logprobs``, ``entropy``, ``values``, ``value_targets`` float32 [T];
-- ``advantages`` float32 [T], what the token trains with after credit (NaN: nothing); ``planning`` and ``trained``
-  uint8 [T]; ``versions`` int32 [T], the weights that sampled it;
-- ``ends`` int32 [T], where its text ends within the text of its turn, in characters.
+- ``advantages`` float32 [T], the token's advantage after token credit (NaN: none); ``planning`` and ``trained``
+  uint8 [T]; ``versions`` int32 [T], the policy version that sampled the token;
+- ``ends`` int32 [T], the character at which the token ends within the text of its turn.
 
-``prompts`` and ``rollouts`` are JSON lines as bytes (uint8), one per group and per rollout; ``prompt_at`` and
-``rollout_at`` are their offsets. An evaluation has only ids, action, logprobs, entropy, ends and the lines.
+``prompts`` and ``rollouts`` are bytes (uint8): concatenated JSON objects, one per group and one per rollout, which
+begin at the offsets ``prompt_at`` and ``rollout_at``. An evaluation has only ids, action, logprobs, entropy, ends and
+these objects.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def tokens_name(split: str, iteration: int) -> str:
 
 
 def write_tokens(directory: Path, batch: Batch) -> Path:
-    """Write the batch, without waiting for the disk; return the path."""
+    """Write the file of a batch, without waiting for the disk; return its path."""
     path = directory / tokens_name(batch.split, batch.iteration)
     about = {"schema": SCHEMA, "split": batch.split, "iteration": str(batch.iteration), "run": batch.run}
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
@@ -93,8 +94,8 @@ def _sampled(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
 
 
 def _texts(batch: Batch) -> dict[str, np.ndarray]:
-    """Return prompts and rollouts as JSON lines, and the character at which each token ends in the text of its turn:
-    the text's end if tokens cannot be located in it."""
+    """Return the tensors of prompts, rollouts and ``ends``. If tokens cannot be located in a text, all of them end at
+    the end of the text."""
     lines, ends = [], []
     for index, group in enumerate(batch.groups):
         for sample, rollout in enumerate(group.rollouts):
@@ -145,8 +146,8 @@ def prompt_line(group: Group) -> Row:
 
 
 def rollout_line(rollout: CreditedRollout, texts: Sequence[str], group: int, sample: int, discarded: str | None) -> Row:
-    """Return a rollout without its tokens; ``texts`` are those of its turns. ``messages`` of a turn are what the policy
-    has read since the turn before, or with ``fresh`` the whole rewritten conversation."""
+    """Return a rollout as JSON, without its tokens; ``texts`` are the texts of its turns. The ``messages`` of a turn
+    are those since the previous action or, if ``fresh`` is set, the whole rewritten conversation."""
     reward = rollout.reward
     turns = [
         {
@@ -180,7 +181,8 @@ def rollout_line(rollout: CreditedRollout, texts: Sequence[str], group: int, sam
 
 
 def _begins(lengths: Sequence[int]) -> np.ndarray:
-    """Return the offsets of concatenated parts with these lengths, and the end: int64 [parts + 1]."""
+    """Return the offsets at which concatenated parts of these lengths begin, then the total length: int64
+    [parts + 1]."""
     return np.cumsum([0, *lengths], dtype=np.int64)
 
 
@@ -205,10 +207,11 @@ class RolloutTokens:
 
 
 class TokenFile(AbstractContextManager["TokenFile"]):
-    """Reads a file of ``write_tokens`` in pieces: the time for one rollout does not depend on the size of the file.
+    """Reader of a file of ``write_tokens``. It reads one rollout at a time, so that the time to get a rollout does not
+    depend on the size of the file. Use it in a ``with`` block.
 
-    Raises CheckpointError, which names the file as ``label``, for another, cut or damaged file, also in later reads.
-    Raises OSError as ``open`` does. Use it in a ``with`` block.
+    The constructor and all reads raise CheckpointError if the file is damaged, cut short or not a file of tokens; the
+    message names it as ``label``. The constructor raises OSError as ``open`` does.
     """
 
     def __init__(self, path: Path, label: str | None = None):
@@ -256,7 +259,8 @@ class TokenFile(AbstractContextManager["TokenFile"]):
         return [self._line("prompt", i) for i in range(len(self._index["prompt_at"]) - 1)]
 
     def of_group(self, group: int) -> range:
-        """Return the indices of a group's rollouts; rollouts are in the order of groups, so that few lines are read."""
+        """Return the indices of a group's rollouts. Rollouts are in the order of groups, so a bisection finds them and
+        few of them are read."""
 
         def group_at(index: int) -> int:
             return self._line("rollout", index)["group"]
@@ -265,7 +269,7 @@ class TokenFile(AbstractContextManager["TokenFile"]):
         return range(bisect_left(rollouts, group, key=group_at), bisect_right(rollouts, group, key=group_at))
 
     def rollout(self, index: int) -> RolloutTokens:
-        """Return one rollout with its tokens. Raises IndexError where there is none."""
+        """Return one rollout with its tokens. Raises IndexError if the file has no rollout ``index``."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.path.name} has {len(self)} rollouts, not {index + 1}")
         line = self._line("rollout", index)
@@ -307,7 +311,8 @@ class TokenFile(AbstractContextManager["TokenFile"]):
 
 
 def _location(entry: Values, base: int, size: int) -> tuple[DTypeLike, int, int]:
-    """Return type, first byte and number of entries of a tensor. Raises ValueError if it is not in the file."""
+    """Return the data type, first byte and number of entries of a tensor. Raises ValueError if its type is unknown or
+    it lies outside the file. ``base`` is the byte at which the data begin, ``size`` the size of the file."""
     begin, end = entry["data_offsets"]
     dtype = _DTYPES.get(entry["dtype"])
     are_integers = isinstance(begin, int) and isinstance(end, int)

@@ -1,7 +1,7 @@
 """Trackers that a run reports to: wandb, tensorboard, trackio or a plug-in (``reporter`` calls them).
 
-A tracker's step is the step of the files: a row has its number in ``metrics.jsonl``, an evaluation the number of
-updates before it, as in ``evals.jsonl``. The packages are imported only when asked for.
+Trackers get the same steps as the files: a row has its step in ``metrics.jsonl``, an evaluation the number of updates
+before it, as in ``evals.jsonl``. The packages are imported only if the configuration names the tracker.
 """
 
 from __future__ import annotations
@@ -52,19 +52,20 @@ Warn = Callable[[str], None]
 class Tracker(Protocol):
     """A built-in tracker or a plug-in.
 
-    Optional: ``finish(failed)``, called at the end; ``skips_sent_steps = True`` if ``log`` skips steps that the service
-    has (a resumed run then sends its whole history, otherwise only what earlier processes may not have sent);
-    ``advice``, a sentence for the user when the tracker fails.
+    Optional attributes: ``finish(failed)`` is called at the end. ``skips_sent_steps = True`` says that ``log`` skips
+    steps that the service already has; a resumed run then passes its whole history, otherwise only rows that earlier
+    processes may not have sent. ``advice`` is a sentence for the user if the tracker fails.
     """
 
     def start(self, run: TrackedRun, state: Row | None) -> Row | None:
-        """Begin a run, or continue the one of ``state``, an earlier return value. Return an object of JSON, or None."""
+        """Begin a run and return its state, a JSON object or None. On resume, ``state`` is the state that an earlier
+        process got, and that run is continued."""
         ...
 
     def log(self, step: int, values: Values) -> None:
-        """Send the ``tracker_values`` of one row, or those of the evaluations after ``step`` updates.
+        """Send the numbers of one row, or of the evaluations after ``step`` updates.
 
-        After a resume, steps that were sent before may come again, with the same values.
+        After a resume, steps that were sent before may be passed again, with the same values.
         """
 
 
@@ -78,7 +79,8 @@ class TrackedRun:
 
     @classmethod
     def of(cls, context: RunContext) -> TrackedRun:
-        """Return the run as ``[logging]`` names it; a campaign's runs are named and tagged by condition and seed."""
+        """Return the run with the name, group and tags of ``[logging]``. In a campaign, condition and seed are added to
+        the tags and give the default name and group."""
         logging, condition = context.config.logging, context.condition
         name, group, tags = logging.wandb_run_name or condition, logging.wandb_group, list(logging.wandb_tags)
         if context.is_campaign:
@@ -97,19 +99,19 @@ def is_evaluation(values: Values) -> bool:
 
 
 class WandbTracker:
-    """Weights & Biases; the run id is kept so that a resumed run continues the same curve.
+    """Tracker for Weights & Biases. The run id is kept, so that a resumed run continues the same curve.
 
-    W&B has one row of history per step and takes steps in increasing order only. An evaluation therefore waits for the
-    row of its step; only the last evaluation of a finished run gets a row of its own. The server says which steps it
-    has. Offline, a resumed run records its whole history again: ``wandb sync`` replaces what an earlier process
-    uploaded under the same id, or appends rows that repeat steps with the same values.
+    W&B has one row of history per step and accepts steps in increasing order only. An evaluation therefore waits for
+    the row of its step; only the evaluation after the last step is logged separately. Online, the server says which
+    steps it has, and these are skipped. Offline, a resumed run records its whole history again: ``wandb sync``
+    replaces what an earlier process uploaded under the same id, or appends rows that repeat steps with the same values.
     """
 
     skips_sent_steps = True
 
     def __init__(self, context: RunContext, run_dir: Path, warn: Warn):
         self.context, self.run_dir, self.warn = context, run_dir, warn
-        self.files: Path | None = None  # of the run, once it has started
+        self.files: Path | None = None  # wandb's directory of the run, once the run has started
         self.evaluations: dict[int, Row] = {}
 
     def start(self, run: TrackedRun, state: Row | None) -> Row:
@@ -117,7 +119,7 @@ class WandbTracker:
         earlier = (state or {}).get("run_id")
         self.run = wandb_init("report_to", self.context, self.run_dir, self.warn, id=earlier, **named)
         self.files = Path(self.run.dir).parent
-        self.first = self.run.starting_step  # what the server says; 0 for a new run and offline
+        self.first = self.run.starting_step  # first step that the server lacks; 0 for a new run and offline
         return {"run_id": self.run.id}
 
     def log(self, step: int, values: Values) -> None:
@@ -140,13 +142,13 @@ class WandbTracker:
         self.run.finish(exit_code=int(failed))
 
 
-# Set once W&B's server has not answered: later runs of this process are recorded offline without a wait
+# Set if W&B's server did not answer: later runs of this process are then recorded offline without waiting
 _unreachable = threading.Event()
 
 
 def wandb_init(key: str, context: RunContext, directory: Path, warn: Warn, **arguments: object) -> Any:
-    """Start a wandb run for ``[logging] <key>``, also while others of this process are active; offline if W&B's server
-    does not answer. Raises UsageError when W&B refuses."""
+    """Start a wandb run; one process may have several. The run is offline if W&B's server does not answer. ``key`` is
+    the key of ``[logging]`` that needs wandb, for error messages. Raises UsageError if W&B refuses."""
     wandb, logging = import_tracker("wandb", key), context.config.logging
     try:
         # Silent: nothing is printed into the live view, and a missing API key is an error instead of a question.
@@ -179,9 +181,9 @@ def wandb_init(key: str, context: RunContext, directory: Path, warn: Warn, **arg
 
 
 def _wandb_answers(wandb: ModuleType) -> bool:
-    """Return whether W&B's server answers in ANSWER_SECONDS, even with a refusal, which ``wandb.init`` reports.
+    """Return whether W&B's server answers within ``ANSWER_SECONDS``. A refusal counts as an answer.
 
-    ``wandb.init`` itself is not used for this: after a timeout it holds the run's id until the process ends.
+    ``wandb.init`` cannot be used to find out: after a timeout it holds the run's id until the process ends.
     """
     if _unreachable.is_set():
         return False
@@ -197,8 +199,8 @@ def _wandb_answers(wandb: ModuleType) -> bool:
 
 
 def wandb_upload_command(directory: Path, since: float) -> str | None:
-    """Return the command that uploads the offline wandb runs of this campaign or run directory that have been written
-    since this Unix time; None if there are none."""
+    """Return the command that uploads the offline wandb runs in a campaign's or run's directory that were written since
+    a Unix time; None if there are none."""
     in_wandb = "wandb/offline-run-*/run-*.wandb"
     here, in_runs = (
         [shlex.quote(str(file.parent)) for file in sorted(directory.glob(pattern)) if file.stat().st_mtime >= since]
@@ -210,8 +212,8 @@ def wandb_upload_command(directory: Path, since: float) -> str | None:
 
 
 class TensorboardTracker:
-    """Writes numbers as event files to ``[logging] logging_dir`` (a campaign's run to ``<run id>`` in it), by default
-    to ``<run>/tensorboard``."""
+    """Tracker that writes tensorboard event files to ``[logging] logging_dir``, in a campaign to its subdirectory
+    ``<run id>``; without ``logging_dir`` to ``<run>/tensorboard``."""
 
     def __init__(self, context: RunContext, run_dir: Path, warn: Warn):
         chosen, self.directory = context.config.logging.logging_dir, run_dir / "tensorboard"
@@ -233,7 +235,7 @@ class TensorboardTracker:
             if isinstance(value, int | float)
         ]
         event, now = self.events.Event, time.time()
-        if not self.begun:  # what an earlier process wrote of this step and later ones is out of date
+        if not self.begun:  # tensorboard then discards what an earlier process wrote from this step on
             start = self.events.SessionLog(status=self.events.SessionLog.START)
             self.writer.add_event(event(wall_time=now, step=step, session_log=start))
             self.begun = True
@@ -245,10 +247,10 @@ class TensorboardTracker:
 
 
 class TrackioTracker:
-    """trackio, which keeps its data on this machine or on its own server.
+    """Tracker for trackio, which keeps its data on this machine or on a trackio server.
 
-    The run id is kept: a resumed run continues its run, even if other runs have the same name. trackio stores a
-    repeated step twice, so steps that it has are skipped.
+    The run id is kept, so that a resumed run is continued even if other runs have the same name. trackio would store a
+    repeated step twice, so steps that it already has are skipped.
     """
 
     skips_sent_steps = True
@@ -279,7 +281,7 @@ class TrackioTracker:
             try:
                 self.rows = self._stored_steps(trackio, "train/step_time_s")
                 self.evaluations = {step for key in self.evaluated for step in self._stored_steps(trackio, key)}
-            except Exception as error:  # whatever its client raises for a server that is away
+            except Exception as error:  # whatever trackio's client raises if its server does not answer
                 self.warn(f"trackio does not tell which steps it has ({error}); all are sent again")
         return {"run_id": self.run.id, "project": self.project}
 
@@ -330,7 +332,7 @@ TRACKERS: dict[str, Callable[[RunContext, Path, Warn], Tracker]] = {
 
 
 def import_tracker(module: str, key: str = "report_to") -> ModuleType:
-    """Import a module that ``[logging] <key>`` needs. Raises an error that says how to install it."""
+    """Import a module that ``[logging] <key>`` needs. Raises MissingExtra, which says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

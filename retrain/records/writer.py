@@ -9,20 +9,20 @@ from retrain.files import append_bytes, append_jsonl, fsync, writing
 from retrain.threads import Thread, Work
 from retrain.util.session import DirectoryIdentity
 
-WAITING_STEPS = 16  # Events of a run that may wait for the disk; training waits while there are more
-# Files that may be unsynced before all are synced: a run without checkpoints adds files with every step
+WAITING_STEPS = 16  # Writes of a run that may be queued; with more, training waits for the disk
+# Most unsynced files, with more all are synced: a run without checkpoints adds files with every step
 UNSYNCED = 256
 
 
 class RecordFiles:
-    """The files of one run or campaign directory, written in order by one thread.
+    """Writer of the files of one run's or campaign's directory, in order, on one thread.
 
-    ``write`` takes a function that calls ``append`` or whatever else writes files; it runs on the thread. A failure
-    there is raised as RunFailed by the next ``write`` or ``flush``.
+    ``write`` takes a function that writes files, for example with ``append``, and runs it on the thread. If the
+    function fails, the next ``write`` or ``flush`` raises RunFailed.
 
-    Before each function and each append the thread calls ``guard`` (which raises LeaseLost once another process owns
-    the directory) and checks that the directory is still the one of the first write. When either fails, nothing further
-    is written.
+    Before each function and each append, the thread calls ``guard``, which raises LeaseLost if another process owns
+    the directory, and checks that the directory is still that of the first write. If it is not, or if ``guard``
+    raises, nothing further is written.
     """
 
     def __init__(self, directory: Path, guard: Callable[[], None] = lambda: None):
@@ -32,14 +32,14 @@ class RecordFiles:
         self._unsynced: set[Path] = set()
 
     def write(self, task: Work, always: bool = False) -> None:
-        """Run ``task`` on the thread; ``always``: also after a failure, which is then not raised here."""
+        """Run ``task`` on the thread. With ``always``, it runs even after a failure, and the failure is not raised."""
         if not always:
             self.check()
         self._thread.put(partial(self._guarded, task), always)
 
     def append(self, name: str, rows: Iterable[object]) -> tuple[int, int]:
-        """Add lines to ``name`` (on the thread); return the bytes [begin, end) that they take. After a failure none of
-        them stays."""
+        """Add lines to the file ``name``; return their byte range [begin, end). If it fails, none of them is left in
+        the file. Call it on the thread."""
         path = self.directory / name
         self.check_directory()
         with writing(path):
@@ -55,13 +55,13 @@ class RecordFiles:
         self.wrote(path)
 
     def wrote(self, *paths: Path) -> None:
-        """Note files that were written (on the thread) without waiting for the disk: the next ``flush`` does."""
+        """Register files that were written but not synced; the next ``flush`` syncs them. Call it on the thread."""
         self._unsynced.update(paths)
         if len(self._unsynced) > UNSYNCED:
             self._sync()
 
     def flush(self) -> None:
-        """Wait until everything so far is on the disk itself. Raises RunFailed when it could not be written."""
+        """Wait until all writes so far are synced to disk. Raises RunFailed if one failed."""
         self._thread.put(partial(self._guarded, self._sync))
         self._thread.wait()
         self.check()
@@ -75,12 +75,13 @@ class RecordFiles:
             raise RunFailed(f"the records could not be written: {type(error).__name__}: {error}") from error
 
     def close(self) -> bool:
-        """Write and sync what is left and end the thread; return whether all of it could be written."""
+        """Finish and sync all queued writes and end the thread; return whether no write has failed."""
         self._thread.close(last=self._sync)
         return self._thread.error is None
 
     def check_directory(self) -> None:
-        """Raise LeaseLost or StorageError unless the directory is still this process's; any thread may call it."""
+        """Raise LeaseLost or StorageError if the directory was replaced or belongs to another process. The first call
+        creates the directory. Any thread may call it."""
         if self._identity is None:
             with writing(self.directory):
                 self.directory.mkdir(parents=True, exist_ok=True)

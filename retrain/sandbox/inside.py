@@ -1,4 +1,4 @@
-"""Runs inside the sandbox: forks an interpreter for each call and watches it.
+"""The program inside the sandbox. It forks an interpreter for each call and watches it.
 
 ``sandbox.py`` passes this file's text to a Python that has only its standard library, so it must not import retrain.
 Calls and replies are frames on stdin and stdout: a 4-byte big-endian length and JSON. The policy's code runs in a fork
@@ -61,7 +61,7 @@ def main() -> None:
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore
     sys.path.insert(0, "/tmp")
     clean = contents()
-    gc.freeze()  # else a collection in a fork would copy all of this process
+    gc.freeze()  # otherwise a garbage collection in a fork would copy all memory pages of this process
     interpreter = None
     send(replies, {"ready": True})
     while (call := receive(calls)) is not None:
@@ -91,7 +91,7 @@ def confine(setup: Setup) -> None:
     limits = {
         "RLIMIT_AS": setup["memory_mb"] << 20,
         "RLIMIT_FSIZE": setup["file_mb"] << 20,
-        "RLIMIT_NPROC": setup["processes"] + 1,  # this one
+        "RLIMIT_NPROC": setup["processes"] + 1,  # and this process
         "RLIMIT_NOFILE": FILES,
         "RLIMIT_CORE": 0,
         "RLIMIT_MEMLOCK": 0,
@@ -154,7 +154,7 @@ class Interpreter:
         with contextlib.suppress(ProcessLookupError):
             # −1 is every process of the namespace but this one (kill(2)).
             os.kill(-1, signal.SIGCONT)
-        with contextlib.suppress(BrokenPipeError):  # it was killed meanwhile: watch() sees that
+        with contextlib.suppress(BrokenPipeError):  # the fork was killed meanwhile: watch() reports that
             send(self.orders, code)
 
     def watch(self, deadline: float, setup: Setup, calls: int) -> dict[str, object]:

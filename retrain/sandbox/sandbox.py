@@ -5,10 +5,11 @@ and programs and the Python installation that runs retrain. It writes to two sma
 user without capabilities, with filtered system calls (``syscalls``). ``inside.py`` enforces the limits from within;
 this module kills a sandbox that does not answer, and the kernel kills it when this process ends.
 
-Under root, bubblewrap runs as root too, and the code inside switches to a user id of its own, because a limit of
-processes does not bind root. Under other users, or where that is refused, bubblewrap runs in a user namespace.
+If retrain runs as root, bubblewrap does too, and the code inside switches to an unused user id, because the limit on
+the number of processes does not apply to root. If retrain runs as another user, or if that switch is refused,
+bubblewrap runs in a user namespace.
 
-Not bounded: the memory of several processes together between two measurements, 25 ms apart (the kernel bounds each
+Not limited are: the total memory of several processes between two measurements, 25 ms apart (the kernel limits each
 process); the kernel's own memory for sockets and pipes; processor time within the time limit.
 """
 
@@ -150,7 +151,7 @@ def _command(way: Launch, limits: SandboxLimits, calls_filter: int) -> list[str]
     for path in (f"{prefix}/lib", f"{prefix}/lib64", library, program):
         if os.path.exists(path) and not any(path == mounted or path.startswith(f"{mounted}/") for mounted in bound):
             bound.append(path)
-            for parent in reversed(Path(path).parents[:-1]):  # readable, also where the host's is not
+            for parent in reversed(Path(path).parents[:-1]):  # readable even if the host's directory is not
                 command += ["--perms", "0755", "--dir", str(parent)]
             command += ["--ro-bind", path, path]
     if os.path.isdir(f"{library}/site-packages"):
@@ -165,10 +166,11 @@ def _command(way: Launch, limits: SandboxLimits, calls_filter: int) -> list[str]
 
 
 class Sandbox:
-    """Runs code, one call at a time: each call in a new interpreter, or, with ``keep_state``, all in the same.
+    """Runs code, one call at a time: each call in a new interpreter or, with ``keep_state``, all in the same one.
 
-    A new sandbox starts with the first call, and after a call that was stopped, left files, or, with ``keep_state``,
-    ended its interpreter. Not thread-safe; the kernel kills the sandbox when the thread that started it ends.
+    The sandbox's process starts with the first call. The next call starts a new one if a call was stopped by a limit,
+    left files behind or, with ``keep_state``, ended the interpreter. Not thread-safe; the kernel kills the sandbox when
+    the thread that started it ends.
     """
 
     def __init__(self, limits: SandboxLimits, keep_state: bool = False, way: Launch | None = None):
@@ -213,7 +215,7 @@ class Sandbox:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[readable],
-                env={},  # it has no need of ours
+                env={},  # nothing of this process's environment may get inside
                 cwd="/",
                 start_new_session=True,
                 user=uid,

@@ -68,9 +68,9 @@ def seccomp_program(machine: str) -> bytes:
         (equal, 1, 0, MACHINES[machine]),
         (answer, 0, 0, kill),
         (load, 0, 0, call_number),
-        (at_least, 0, 1, 0x40000000),  # the x32 interface, where the numbers are others
+        (at_least, 0, 1, 0x40000000),  # the x32 interface, which has other numbers
         (answer, 0, 0, errno | ENOSYS),
-        (equal, 0, 1, CLONE3[column]),  # its flags cannot be seen; the C library goes back to clone
+        (equal, 0, 1, CLONE3[column]),  # a filter cannot read its flags; the C library falls back to clone
         (answer, 0, 0, errno | ENOSYS),
     ]
     for call in REFUSED.values():

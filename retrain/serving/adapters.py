@@ -20,8 +20,8 @@ from retrain.types import PolicyRef
 
 @dataclass(frozen=True, eq=False)
 class ServedWeights:
-    """Weights served under a name. ``ref``: new for every load, also under the same name. ``parent``: the base's name,
-    None for the base itself. ``root``: the adapter's directory, "upload", or the base's name."""
+    """Weights served under a name. ``ref`` is new for every load, even under the same name. ``parent`` is the base's
+    name, None for the base itself. ``root`` is the adapter's directory, "upload", or the base's name."""
 
     name: str
     ref: PolicyRef
@@ -37,8 +37,8 @@ def zero_weights(shapes: Sequence[LayerShape], rank: int, scale: float, device: 
 
 
 def read_weights(directory: Path, base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
-    """Read the LoRA adapter in a PEFT directory; layers without an adapter get zeros. Raises ModelError for files that
-    are no such adapter, layers that the base does not have in this size, and numbers that are not finite."""
+    """Read the LoRA adapter in a PEFT directory; layers without an adapter get zeros. Raises ModelError if the files
+    are not a LoRA adapter, a layer does not exist in the base or has another size, or a number is not finite."""
     try:
         with AdapterFile(directory) as file:
             file.require_plain()
@@ -59,7 +59,7 @@ def read_weights(directory: Path, base: BaseModel, shapes: Sequence[LayerShape])
 
 
 def uploaded_weights(files: Mapping[str, str], base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
-    """Read the adapter from its files, given by name in base64. Raises ModelError as ``read_weights``."""
+    """Read an adapter from its files' contents in base64, by file name. Raises ModelError as ``read_weights`` does."""
     if set(files) != {ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
         raise ModelError(
             f"files must be {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, not {', '.join(sorted(files))[:200] or 'nothing'}"

@@ -22,11 +22,11 @@ BodyType = TypeVar("BodyType", bound=SamplingBody)
 
 
 class ChoicesResponse(StreamingResponse, Generic[BodyType]):
-    """Response with ``body.n`` choices for each prompt (token ids). When it ends, as by a disconnect of the client, its
-    generations are cancelled."""
+    """HTTP response with ``body.n`` choices for each prompt (token ids). When it ends, also because the client
+    disconnected, generations that still run are cancelled."""
 
-    kind: ClassVar[str]  # "object" of an answer
-    chunk_kind: ClassVar[str]  # "object" of a part of a streamed answer
+    kind: ClassVar[str]  # Value of "object" in an answer
+    chunk_kind: ClassVar[str]  # Value of "object" in a part of a streamed answer
     id_prefix: ClassVar[str]
 
     def __init__(self, service: Service, body: BodyType, prompts: Sequence[tuple[int, ...]], max_tokens: int):
@@ -68,7 +68,7 @@ class ChoicesResponse(StreamingResponse, Generic[BodyType]):
             if isinstance(piece, ServingError):
                 raise piece
             running -= piece.finish_reason is not None
-            if self.body.stream or piece.finish_reason is not None:  # each time all tokens are decoded again
+            if self.body.stream or piece.finish_reason is not None:  # decodes all tokens again
                 piece.text = generation.new_text(piece)
             yield generation, piece
 
@@ -104,7 +104,7 @@ class ChoicesResponse(StreamingResponse, Generic[BodyType]):
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     async def tops(self, generation: GenerationState, piece: Piece, top: int) -> Sequence[Tops]:
-        """Return the ``top`` most probable tokens at each token of ``piece``; empty for 0."""
+        """Return, for each token of ``piece``, the ``top`` most probable tokens in its place."""
         if not top or not piece.token_ids:
             return [()] * len(piece.token_ids)
         begin = len(generation.prompt_ids) + piece.begin
@@ -121,14 +121,15 @@ class ChoicesResponse(StreamingResponse, Generic[BodyType]):
 
     @abstractmethod
     async def content(self, generation: GenerationState, piece: Piece) -> JsonObject:
-        """Return the text or message of a choice, or of a streamed part of it, and its log-probabilities."""
+        """Return the text or message of a choice, or of a streamed part of it, and its log-probabilities, by field."""
 
     def opening(self) -> Iterable[JsonObject]:
         """Return the choices that a stream begins with."""
         return ()
 
     def prompt_ids(self) -> JsonObject:
-        """Return the answer's field with the prompt's token ids; {} if the answer has none beside its choices."""
+        """Return the answer's field with the prompt's token ids; {} if the answer has no such field outside of its
+        choices."""
         return {}
 
 

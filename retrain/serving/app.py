@@ -1,4 +1,4 @@
-"""Route OpenAI's completions and chats, and vLLM's adapter management, as one ASGI application."""
+"""Make the ASGI application with the routes of OpenAI's completions and chats and of vLLM's adapter management."""
 
 import hmac
 from collections.abc import Awaitable, Callable
@@ -30,7 +30,7 @@ MAX_UPLOAD = 1 << 30  # Bytes of the body of a request that holds an adapter
 
 
 def app_of(service: Service, api_key: str | None = None) -> Starlette:
-    """Return the application. ``api_key`` is the Bearer token; without one, only this machine has access."""
+    """Return the application. ``api_key`` is the Bearer token; if it is None, only this machine has access."""
 
     def get(path: str, handler: Callable[[Service], Response]) -> Route:
         async def endpoint(request: Request) -> Response:

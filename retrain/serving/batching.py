@@ -1,9 +1,9 @@
-"""Continuous batching: the event loop decides what is decoded, and one thread decodes it in short pieces.
+"""Continuous batching: the event loop selects the generations to decode, and one thread decodes them in short pieces.
 
-A piece is one call of ``LocalEngine.sample`` with ``PIECE_TOKENS`` tokens for all running generations, whatever their
-adapter and sampling. Between pieces, waiting generations are admitted, ended and cancelled ones removed, and new tokens
-delivered. The engine keeps its caches, and each generation its random stream, so that pieces do not change what is
-sampled.
+A piece is one call of ``LocalEngine.sample``, which samples up to ``PIECE_TOKENS`` tokens for all running generations,
+whatever their adapter and sampling. Between pieces, waiting generations are admitted, ended and cancelled ones are
+removed, and new tokens are delivered. The engine keeps its caches and each generation its random stream between pieces,
+so that the division into pieces does not change what is sampled.
 """
 
 import asyncio
@@ -26,21 +26,24 @@ from retrain.tokenizer import Tokenizer
 from retrain.types import Action, PolicyRef, SampleRequest
 
 T = TypeVar("T")
+# Tokens between two checks for new generations: on a CPU as many as a small model decodes in one call, on a GPU enough
+# to amortise capturing the CUDA graph of a step again
 PIECE_TOKENS = {"cpu": 16, "cuda": 64}
-"""Tokens between two checks for arrivals: on a CPU as many as a small model decodes in one call, on a GPU enough to
-amortise capturing the CUDA graph of a step again."""
 MAX_ROWS = 256  # Most generations decoded at once; the others wait
+# Most rows of a decode batch per generation in it, padding included. A batch has one lane for each adapter, and all
+# lanes have as many rows as the fullest one. Adapters that would exceed the limit are decoded in a separate batch.
 LANES_WASTE = 2.0
-"""Limit of padded rows per generation. Lanes of a decode batch have as many rows as the fullest one; adapters whose
-padding would exceed the limit are decoded in separate batches."""
 BROKEN = "�"  # Replacement character, for incomplete bytes
 
 
 @dataclass(eq=False)
 class Piece:
-    """Tokens of a generation since the last piece, or all of them (``total``). ``begin``: number of tokens before them.
-    ``text``: text that can no longer change, set by the reader with ``GenerationState.new_text``. ``finish_reason``:
-    None while the generation continues. ``stop_reason``: the stop text or token id that ended it."""
+    """Tokens of a generation since the last piece or, in ``GenerationState.total``, all its tokens.
+
+    ``begin`` is the number of tokens before them. ``text`` is text that can no longer change; the reader sets it with
+    ``GenerationState.new_text``. ``finish_reason`` is None while the generation continues. ``stop_reason`` is the stop
+    text or token id that ended it.
+    """
 
     begin: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -53,8 +56,8 @@ class Piece:
 @dataclass(eq=False)
 class GenerationState:
     """One sequence to sample after ``prompt_ids`` with the sampling and stop conditions of ``body``. ``stream`` is the
-    key of its random numbers, ``deadline`` a time of ``time.monotonic``. ``total`` has everything until now; ``pieces``
-    gets each piece, or the error that ended the generation."""
+    key of its random numbers, ``deadline`` a time of ``time.monotonic``. ``total`` has all tokens so far; the queue
+    ``pieces`` gets each new piece, or the error that ended the generation."""
 
     index: int
     served: ServedWeights
@@ -74,8 +77,8 @@ class GenerationState:
         return self.max_tokens - len(self.total.token_ids)
 
     def add(self, action: Action, tokenizer: Tokenizer) -> Piece:
-        """Append the sampled tokens, truncated at a stop condition, and return the new ones. ``tokenizer``: that of the
-        calling thread."""
+        """Append the sampled tokens, truncated at a stop condition, and return them as a piece without text.
+        ``tokenizer`` is the calling thread's."""
         total, body, before = self.total, self.body, len(self.total.token_ids)
         total.token_ids += action.token_ids
         stop = next((i for i in range(before, len(total.token_ids)) if total.token_ids[i] in body.stop_token_ids), None)
@@ -98,7 +101,7 @@ class GenerationState:
         self.pieces.put_nowait((self, piece))
 
     def _apply_stop_texts(self, before: int, tokenizer: Tokenizer) -> None:
-        """Truncate after the token that completes the first stop text. ``before``: number of tokens checked before."""
+        """Truncate after the token that completes the first stop text. The first ``before`` tokens complete none."""
         total = self.total
 
         def matches(end: int) -> list[tuple[int, str]]:
@@ -112,8 +115,8 @@ class GenerationState:
         del total.token_ids[end:]
 
     def new_text(self, piece: Piece) -> str:
-        """Return the text that this piece adds, and append it to ``total``; pieces come in order. Text that may begin a
-        stop text, and half a character, are held back until the generation ends."""
+        """Return the text that a piece adds, and append it to ``total``. Call it for pieces in their order. Text that
+        may be the beginning of a stop text, and an incomplete character, are held back until the generation ends."""
         total, keeps_stop = self.total, self.body.include_stop_str_in_output
         hides_last = isinstance(piece.stop_reason, int) and not keeps_stop
         text = self.tokenizer.decode(total.token_ids[: piece.begin + len(piece.token_ids) - hides_last])
@@ -129,11 +132,11 @@ class GenerationState:
 
 
 class Batcher:
-    """Decodes generations, ``max_rows`` at once. All methods but ``call`` belong to the event loop's thread."""
+    """Decodes generations, at most ``max_rows`` at once. Call all methods but ``call`` on the event loop's thread."""
 
     def __init__(self, engine: LocalEngine, max_waiting: int, max_rows: int = MAX_ROWS):
         self.engine, self.max_waiting, self.max_rows = engine, max_waiting, max_rows
-        # Entries that are dropped between pieces would have to be computed again.
+        # Only the fast path keeps cache entries between pieces; without it they would have to be computed again.
         usual = PIECE_TOKENS.get(engine.base.device.type, PIECE_TOKENS["cuda"])
         self.piece_tokens = usual if engine.fast else 1 << 30
         engine.keeps_blocks = True
@@ -153,7 +156,8 @@ class Batcher:
         self._thread.shutdown()
 
     def submit(self, generations: Sequence[GenerationState]) -> None:
-        """Queue all generations or none. Raises ServingError: 400 if too many, 503 if full or decoding failed."""
+        """Queue all generations or none. Raises ServingError: 400 if they are more than the queue can hold, 503 if the
+        queue is full or decoding has failed."""
         waiting, limit = len(self._waiting), self.max_waiting
         if len(generations) > limit:
             raise ServingError(400, f"{len(generations)} completions in one request; this server takes {limit}", "n")
@@ -169,7 +173,7 @@ class Batcher:
         return self.call(lambda: self.engine.publish(ref, LocalSnapshot(weights)))
 
     def retire(self, ref: PolicyRef) -> None:
-        """Free weights once no generation uses them."""
+        """Free the weights of ``ref`` once no generation uses them."""
         self._retired.append(ref)
         self._free_retired()
 
@@ -258,7 +262,7 @@ class Batcher:
         return batches
 
     def _requests(self, batch: Sequence[GenerationState]) -> Iterable[tuple[SampleRequest, list[GenerationState]]]:
-        """Yield requests with their generations. New ones of equal prompt, weights and sampling share a request."""
+        """Yield (request, its generations). New generations with equal prompt, weights and sampling share a request."""
         alike: dict[object, tuple[SampleRequest, list[GenerationState]]] = {}
         for generation in batch:
             drawn, limit = generation.total.token_ids, min(generation.remaining_tokens, self.piece_tokens)

@@ -27,8 +27,8 @@ async def answer(service: Service, body: ChatBody) -> ChoicesResponse[ChatBody]:
 
 
 def rendered(tokenizer: Any, messages: Sequence[MessageBody], tools: Tools, more: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the token ids of a conversation up to the start of the answer. ``more`` are variables of the template.
-    Raises ServingError (400) if the template rejects the conversation or a variable has a reserved name."""
+    """Return the token ids of a conversation up to the start of the answer. ``more`` are further variables for the chat
+    template. Raises ServingError (400) if the template rejects the conversation or a variable has a reserved name."""
     reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
     if taken := sorted(reserved & set(more)):
         raise ServingError(400, f"chat_template_kwargs cannot hold {taken[0]}", "chat_template_kwargs")

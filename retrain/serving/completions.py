@@ -56,7 +56,8 @@ class CompletionResponse(ChoicesResponse[CompletionBody]):
         return content
 
     async def _scores_of(self, prompt_ids: tuple[int, ...], top: int) -> tuple[list[float], list[Tops]]:
-        """Return log-probabilities (temperature 1, untruncated) and top tokens of a prompt from its second token on."""
+        """Return log-probabilities and top tokens of a prompt from its second token on, at temperature 1 and without
+        truncation of the distribution."""
         if prompt_ids not in self._prompt_scores and len(prompt_ids) > 1:
             self._prompt_scores[prompt_ids] = await self.service.score(self.served, prompt_ids, 1, None, top)
         return self._prompt_scores.get(prompt_ids, ([], []))
@@ -64,8 +65,8 @@ class CompletionResponse(ChoicesResponse[CompletionBody]):
     def _logprobs(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Tops]
     ) -> JsonObject:
-        """Return OpenAI's ``logprobs`` of a choice; the sampled token is always among the top ones. A log-probability
-        of None marks a prompt's first token."""
+        """Return OpenAI's ``logprobs`` of a choice. The top tokens always include the token itself. A log-probability
+        of None marks a prompt's first token, which has no top tokens."""
         names = [self.token_text(token_id) for token_id in token_ids]
         ends = list(itertools.accumulate(map(len, names), initial=self._offsets[index]))
         self._offsets[index] = ends[-1]

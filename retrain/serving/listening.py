@@ -14,10 +14,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from retrain.errors import UsageError
 
-KEEP_ALIVE_S = 75
-"""Seconds that a connection may be idle: longer than clients keep one, so that they close it first."""
+KEEP_ALIVE_S = 75  # Seconds that a connection may be idle: clients keep it open for less, and so close it first
+# A request must arrive within ``ARRIVAL_S`` seconds, plus one second per ``ARRIVAL_RATE`` bytes
 ARRIVAL_S, ARRIVAL_RATE = 30.0, 100_000
-"""Seconds within which a request must arrive, plus one second per ``ARRIVAL_RATE`` bytes."""
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -63,7 +62,7 @@ class TimedProtocol(H11Protocol):
             self._began = self.loop.time()
         self._received += len(data)
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE:  # also after the rest of a request that was refused before it had arrived
+        if self.conn.their_state is h11.IDLE:  # also if a request was refused before all of it arrived
             self._received = len(self.conn.trailing_data[0])
 
     def on_response_complete(self) -> None:
@@ -81,8 +80,8 @@ class TimedProtocol(H11Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn server that reports when it is ready. The first signal lets it finish its requests and return; the second
-    one does not wait for them. A request that does not arrive within ``arrival_s`` seconds is dropped."""
+    """uvicorn server that calls ``ready`` when it listens. After the first signal it finishes its requests and returns;
+    after the second it returns at once. A request that does not arrive within ``arrival_s`` seconds is dropped."""
 
     def __init__(self, app: ASGIApp, ready: Callable[[], None], arrival_s: float = ARRIVAL_S):
         protocol: Any = partial(TimedProtocol, arrival_s)  # uvicorn calls it like a class
@@ -99,6 +98,6 @@ class HttpServer(uvicorn.Server):
         self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn's own would also raise the signal again at the end.
+        # uvicorn's own method would also raise the signal again at the end.
         self.force_exit = self.should_exit
         self.should_exit = True

@@ -1,7 +1,7 @@
-"""Validate request bodies strictly: every mistake is a ``ServingError`` that names the field.
+"""Validate request bodies strictly: every mistake raises a ``ServingError`` with the name of the field.
 
-Fields are those of OpenAI's API and vLLM's additions. Unsupported fields that would change the distribution are
-rejected, not ignored.
+Fields are those of OpenAI's API and vLLM's additions. Known fields that are not supported are rejected, not ignored,
+unless their value has no effect.
 """
 
 from collections.abc import Mapping
@@ -37,6 +37,7 @@ ERROR_TYPES = {
     504: "TimeoutError",
 }
 
+# Fields that are not supported, with the value that has no effect and is therefore accepted
 NOT_SUPPORTED: dict[str, object] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
@@ -56,7 +57,6 @@ NOT_SUPPORTED: dict[str, object] = {
     "chat_template": "",
     "continue_final_message": False,
 }
-"""Unsupported fields, with the value that has no effect and is accepted."""
 
 
 class ServingError(Exception):
@@ -107,7 +107,7 @@ def _joined(content: object) -> object:
 
 
 def _arguments(arguments: object) -> object:
-    """Return the arguments of a call, which OpenAI's API sends as JSON text, as an object; {} if empty."""
+    """Decode the arguments of a call, which are JSON text in OpenAI's API; {} if they are empty."""
     decoded = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
     return {} if decoded is None else decoded
 
@@ -164,7 +164,7 @@ Messages = Annotated[list[MessageBody], Field(min_length=1)]
 
 
 def _prompts(prompt: object, validate: ValidatorFunctionWrapHandler) -> object:
-    """Return the list of prompts. A mistake raises one error, not one for each form that is accepted."""
+    """Return the prompts as a list. A mistake raises one error instead of one error for each accepted form."""
     is_single = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int))
     try:
         return validate([prompt] if is_single else prompt)

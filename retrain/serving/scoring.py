@@ -1,4 +1,4 @@
-"""Compute log-probabilities of given tokens and of the most probable alternatives in one forward pass."""
+"""Compute log-probabilities of given tokens and of the most probable tokens in their places, by one forward pass."""
 
 from collections.abc import Iterator, Sequence
 
@@ -27,8 +27,8 @@ def score(
     top: int,
 ) -> tuple[list[float], list[Tops]]:
     """Return the log-probability of each of ``token_ids[begin:]`` (``begin`` ≥ 1) given the tokens before it, and the
-    ``top`` most probable tokens in its place. ``sampling``: parameters whose distribution is used, temperature 0 as 1;
-    None for the model's distribution at temperature 1."""
+    ``top`` most probable tokens in its place. Both are computed for the distribution of ``sampling``; temperature 0
+    counts as 1 without truncation. None stands for the model's distribution at temperature 1."""
     given, asked = token_ids[:begin], token_ids[begin:]
     zeros_T = np.zeros(len(asked))
     batch = collate([Sample.single_turn(given, asked, zeros_T, zeros_T)], base).to(base.device)
@@ -45,7 +45,6 @@ def score(
 
 
 def _logits(base: BaseModel, layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the first position of each chunk and its logits."""
     backbone = backbone_of(base)
     if backbone.head is None:
         yield 0, whole_logits(base, layout)
@@ -56,7 +55,7 @@ def _logits(base: BaseModel, layout: Layout) -> Iterator[tuple[int, torch.Tensor
 
 
 def _processed(logits_RV: torch.Tensor, sampling: SamplingBody | None) -> torch.Tensor:
-    """Return probabilities of the sampling distribution in at least fp32; truncated tokens have 0."""
+    """Return the probabilities of the sampling distribution [R, V] in at least fp32; truncated tokens have 0."""
     x_RV = logits_RV.to(torch.float64 if logits_RV.dtype == torch.float64 else torch.float32)
     if sampling is None or not sampling.temperature:
         return x_RV.softmax(-1)

@@ -1,4 +1,4 @@
-"""Serve one base model with adapters over it: the object that the HTTP routes call."""
+"""The service behind the HTTP routes: one base model and adapters on it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ T = TypeVar("T")
 MAX_ADAPTERS = 256  # Adapters in memory at once
 MAX_QUEUE = 4096  # Generations that may wait
 TIMEOUT_S = 3600.0  # Longest time from a request to the end of its last generation
-MIN_BODY = 1 << 20
-"""Smallest limit of a request body in bytes, whatever the model: enough for several prompts and the other fields."""
+MIN_BODY = 1 << 20  # Smallest limit of a request body in bytes: enough for several prompts and the other fields
 MAX_BODY = 1 << 30
 JSON_BYTES = 6  # Largest number of bytes that JSON needs for one character of a token: `\u00e9`
 
 
 class Service:
-    """A served base model with its adapters. Owns lanes and engine until ``close``. ``name``: the base's name in
-    requests."""
+    """A served base model with its adapters. It owns the base's lanes and the engine until ``close``. ``name`` is the
+    base's name in requests."""
 
     def __init__(
         self,
@@ -53,8 +52,8 @@ class Service:
         self._workers = workers_for(base)
         self.engine = LocalEngine(base, self.lanes, workers=self._workers, notify=notify)
         self.batcher = Batcher(self.engine, max_queue, max_rows)
-        # Copies, because a tokenizer belongs to one thread: base.tokenizer to the engine's, this one to the event
-        # loop's, which decodes, and the other one to the thread that tokenises.
+        # A tokenizer may be used by one thread only. The engine's thread has base.tokenizer, the event loop's thread
+        # decodes with the first copy, and the encoder thread tokenises with the second.
         self.tokenizer = Tokenizer(copy.deepcopy(base.tokenizer))
         self._encoder: Any = copy.deepcopy(base.tokenizer)
         self._encoder_thread = ThreadPoolExecutor(1, "tokenizer")
@@ -75,12 +74,12 @@ class Service:
     # -- adapters ------------------------------------------------------------------------------------------------
 
     def load_at_start(self, name: str, directory: Path) -> None:
-        """Serve an adapter before the server listens. Raises ModelError, ServingError."""
+        """Serve the adapter in a directory. Call it before the server listens. Raises ModelError or ServingError."""
         self._check_new(name, False)
         self._put(name, str(directory), read_weights(directory, self.base, self.lanes.shapes)).result()
 
     async def load(self, name: str, path: str | None, files: Mapping[str, str] | None, load_inplace: bool) -> None:
-        """Serve an adapter of a directory or of uploaded files. Raises ServingError."""
+        """Serve an adapter from a directory or from uploaded files (base64 by name). Raises ServingError."""
         self._check_new(name, load_inplace)
         if (path is None) == (files is None):
             raise ServingError(400, "give either lora_path or files", "lora_path")
@@ -98,7 +97,7 @@ class Service:
         await asyncio.wrap_future(self._put(name, path or "upload", weights))
 
     def _check_new(self, name: str, load_inplace: bool) -> None:
-        """Raise ServingError (400) for a name that is in use, and when MAX_ADAPTERS are loaded."""
+        """Raise ServingError (400) if the name is in use or ``MAX_ADAPTERS`` adapters are loaded."""
         if name == self.name:
             raise ServingError(400, f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
         if name in self.served and not load_inplace:
@@ -115,7 +114,7 @@ class Service:
         number = next(self._numbers)
         parent = None if name == self.name else self.name
         served = ServedWeights(name, PolicyRef(f"{name}\x1f{number}", number), weights, root, parent)
-        published = self.batcher.publish(served.ref, weights)  # before any generation of it, on the same thread
+        published = self.batcher.publish(served.ref, weights)  # runs before any generation with these weights
         before = self.served.get(name)
         self.served[name] = served
         if before is not None:
@@ -138,14 +137,14 @@ class Service:
     # -- generations ---------------------------------------------------------------------------------------------
 
     async def with_tokenizer(self, task: Callable[[Any], T]) -> T:
-        """Return ``task(tokenizer)``, run in a thread: long texts would block the event loop for seconds."""
+        """Return ``task(tokenizer)``, run in a thread because long texts would block the event loop for seconds."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder_thread, task, self._encoder)
 
     def begin(self, prompts: Sequence[tuple[int, ...]], max_tokens: int, body: SamplingBody) -> list[GenerationState]:
-        """Start ``n`` generations after every prompt; those of 0 tokens end at once. Raises ServingError.
+        """Start ``body.n`` generations for every prompt; with ``max_tokens`` 0 they end at once. Raises ServingError.
 
-        The random stream of a generation depends on the seed, the prompt and the index of the sample. With the seed
-        alone all prompts would share their noise, and the answers of a benchmark would be correlated.
+        The random stream of a generation depends on the seed, the prompt and the index of the sample. If it depended on
+        the seed alone, the answers to different prompts of a benchmark would be correlated.
         """
         longest = self.base.context_length
         for prompt_ids in prompts:
@@ -184,7 +183,7 @@ class Service:
     async def score(
         self, served: ServedWeights, token_ids: Sequence[int], begin: int, sampling: SamplingBody | None, top: int
     ) -> tuple[list[float], list[Tops]]:
-        """Return ``scoring.score`` with these weights, computed on the engine's thread."""
+        """Call ``scoring.score`` with the weights of ``served`` on the engine's thread."""
         return await asyncio.wrap_future(
             self.batcher.call(lambda: score(self.base, self.lanes, served.weights, token_ids, begin, sampling, top))
         )

@@ -1,7 +1,8 @@
-"""Minimal harness of ``verifiers.v1`` in this process: alternates the model's answers and the taskset's tools.
+"""Minimal harness for ``verifiers.v1``: the loop of a rollout, which alternates the model's answers and tool calls.
 
-Does the same as the library's ``null`` harness, which starts a Python process for every rollout and downloads its
-packages. The library finds it under the name ``retrain-chat``. Imported only where verifiers is installed.
+It does the same as the library's ``null`` harness, but in this process: ``null`` starts a Python process for every
+rollout and downloads its packages. The library finds it under the name ``retrain-chat``. This module is imported only
+if verifiers is installed.
 """
 
 import json

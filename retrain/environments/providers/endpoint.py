@@ -1,7 +1,8 @@
-"""Serve an OpenAI chat endpoint on the loopback interface; the answers come from a ``Channel``.
+"""Serve an OpenAI chat endpoint on the loopback interface, through which harnesses get the policy's answers.
 
-Every rollout has a channel. A request names it in the path (``/<name>/v1/chat/completions``) or, at ``/session/v1/…``,
-in the header ``X-Session-ID``. Names are unguessable, because other processes can reach the port.
+Every rollout has a ``Channel``, in which its requests wait for answers. A request names its channel in the path
+(``/<name>/v1/chat/completions``) or, at ``/session/v1/…``, in the header ``X-Session-ID``. Names are unguessable,
+because other processes can reach the port.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 MAX_REQUEST_BYTES = 64 << 20
 LOOPBACK = "127.0.0.1"
+# Harnesses recognise this text; most of them then end the rollout and grade it
 OUT_OF_CONTEXT = "This model's maximum context length is reached: the rollout gets no further answer."
-"""Error text that harnesses recognise; most then end the rollout and grade it."""
 LEAST_LOGPROB = -9999.0  # In place of −∞ and NaN, which JSON does not have
 
 

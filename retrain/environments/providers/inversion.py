@@ -1,4 +1,4 @@
-"""Invert harnesses that drive a rollout themselves into episodes that are observed and stepped.
+"""Turn harnesses that drive a rollout themselves into episodes that can be observed and stepped.
 
 Such a harness is a coroutine that requests completions from an OpenAI client and ends with a grade. Its request is the
 observation, the policy's action is the answer. The harness's event loop runs only inside ``observe``, ``step``,
@@ -42,8 +42,8 @@ class HarnessResult(NamedTuple):
     logs: Mapping[str, str] = MappingProxyType({})
 
 
+# A harness: a function that drives one rollout through the channel (and ``Endpoint``) and returns its grade
 Lead = Callable[[Channel], Coroutine[Any, Any, HarnessResult]]
-"""A harness: a function that drives one rollout through the channel (and ``Endpoint``), and returns its grade."""
 
 
 class Inversion:
@@ -97,8 +97,8 @@ async def _ended(tasks: Sequence[Awaitable[object]]) -> None:
 class InvertedEpisode:
     """Rollout of a harness as an ``Episode``.
 
-    ``opening`` is observed if the harness ends before its first request; ``result`` then has its error. ``seed`` seeds
-    the random numbers of Python and numpy inside this episode only.
+    If the harness ends before its first request, ``observe`` returns ``opening`` and ``result`` has the harness's
+    error. ``seed`` seeds the random numbers of Python and numpy inside this episode only.
     """
 
     def __init__(self, inversion: Inversion, lead: Lead, opening: Sequence[Message], seed: int):
@@ -109,10 +109,9 @@ class InvertedEpisode:
         self._tools: list[ToolSchema] | None = None
         self._messages: list[Message] = []  # Messages of the current request
         self._seen: list[MessageKey] = []  # Keys of the messages that the policy has read or written
-        self._before: list[MessageKey] = []  # The same before the current request
+        self._before: list[MessageKey] = []  # ``_seen`` before the current request
         self._failure: str | None = None
-        self._texts: dict[MessageKey, str] = {}
-        """The policy's texts, by the keys of the messages in which the harness got them."""
+        self._texts: dict[MessageKey, str] = {}  # Texts of actions, by the key of the message that the harness received
         self._actions = self._calls = 0
         inversion.endpoint.channels[self._channel.name] = self._channel
         self._task = inversion.loop.create_task(lead(self._channel))
@@ -158,7 +157,6 @@ class InvertedEpisode:
             self._failure = str(error)
 
     def _read(self, request: Request) -> None:
-        """Read the messages of a request. Raises PluginError for content that is not text, and for changed tools."""
         if self._tools is not None and request.tools != self._tools:
             raise PluginError("it offers other tools than at the beginning of the episode, which is not supported")
         self._tools, self._messages = request.tools, chat_messages(request.messages, KEYS)
@@ -220,8 +218,9 @@ class InvertedEpisode:
 
 
 def message_key(message: ChatMessage) -> MessageKey:
-    """Return the key by which two messages are compared: role, text, and the tool calls or the call that is answered.
-    Ignores thinking that a harness stores separately. Raises PluginError for a message that is not text."""
+    """Return the key by which two messages are compared: role, text, and the tool calls or the id of the call that the
+    message answers. Ignores thinking that a harness stores separately. Raises PluginError for a message that is not
+    text."""
     role, text = str(message.get("role", "")), text_of(message.get("content"))
     if role != "assistant":
         return role, text, str(message.get("tool_call_id") or "")

@@ -31,7 +31,7 @@ def chat_messages(
     messages: Iterable[object], keys: Sequence[str] = (), placeholders: bool = False, separator: str = "\n"
 ) -> list[Message]:
     """Return messages with role, text and the fields in ``keys``. Raises PluginError for anything that is not a
-    message. ``placeholders`` and ``separator`` as in ``text_of``."""
+    message. ``placeholders`` and ``separator`` are passed to ``text_of``."""
     chat: list[Message] = []
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None

@@ -45,15 +45,15 @@ from retrain.types import Action, Problem, RewardResult
 
 T = TypeVar("T")
 Text = Annotated[str, Field(min_length=1)]
-INVALID_ACTION = "VALIDATION_ERROR"
-"""Error code of a server for an invalid action; all other codes mean that the environment is broken."""
+INVALID_ACTION = "VALIDATION_ERROR"  # A server's error code for an invalid action; other codes: it is broken
 
 
 class Arguments(BaseModel):
     """Arguments of the environment at ``url`` (or ``id``), or of a server that each process starts with ``command``, a
     list of arguments in which ``{port}`` is replaced by the port.
 
-    Problems are seeds from ``seed`` × 1,000,000: the first ``heldout`` are held out, the next ``size`` train.
+    Problems are consecutive seeds from ``seed`` × 1,000,000 on: the first ``heldout`` are held out, the next ``size``
+    are for training.
     ``message_field``, ``action_field`` and ``action``: see ``messages_of`` and ``Actions``. ``reset``: further
     arguments of the reset. ``metrics``: numeric fields of observations to record. ``exact``: the server's answers
     depend on seed and actions only. ``start_seconds`` and ``step_seconds``: time limits of the server's start and of an
@@ -104,8 +104,7 @@ class OpenEnv:
         self.arguments = validated(Arguments, arguments, OWNER)
         self.url, self.exact = self.arguments.address, self.arguments.exact
         self.reward_range = self.arguments.reward_range
-        self.tools: Sequence[ToolSchema] = ()
-        """Tools that the policy may call, as JSON schemas of functions; empty if actions are text or JSON."""
+        self.tools: Sequence[ToolSchema] = ()  # Tools that the policy may call; empty if actions are text or JSON
         self._client = imported("openenv.core.generic_client", OWNER).GenericEnvClient
         self._server: OpenEnvServer | None = None
         self._actions: Actions | None = None
@@ -188,7 +187,7 @@ class OpenEnvEpisode:
     def __init__(self, environment: OpenEnv, url: str, actions: Actions, seed: int):
         self.environment, self.url, self.actions = environment, url, actions
         limit = environment.arguments.step_seconds
-        # An action ends with the server's answer, so the client's own limit is that of a step.
+        # Every message waits for the server's answer to one action, so the client's time limit is that of a step.
         self._client = environment._client(url, connect_timeout_s=limit, message_timeout_s=limit).sync()
         self.rewards: list[float] = []
         self.numbers: dict[str, float] = {}
@@ -213,7 +212,7 @@ class OpenEnvEpisode:
         return Observation(tuple(messages), tuple(self.environment.tools))
 
     def step(self, action: Action) -> Step:
-        """Send the action. For a text that is no valid action, the reply is the reason, and the reward is 0."""
+        """Send the action to the server. If the text is not a valid action, the reply says why, and the reward is 0."""
         if self.environment.tools:
             return self._call_tools(action)
         try:
@@ -266,7 +265,8 @@ class OpenEnvEpisode:
         return Step(messages, done=done, reward=reward, metrics=metrics)
 
     def result(self) -> RewardResult:
-        """Return the sum of the steps' rewards: 0 if the policy called no tool, an error if no step had a reward."""
+        """Return the sum of the steps' rewards. It is 0 if the environment has tools and the policy called none; it is
+        an error if the server gave no reward for the steps."""
         metrics: dict[str, float | None] = {"invalid_actions": float(self.invalid), **self.numbers}
         if not self.rewards and not self.invalid and (self.called or not self.environment.tools):
             return RewardResult(None, metrics, error=f"{self.url} gave no reward")
@@ -310,7 +310,7 @@ class OpenEnvEpisode:
             code = re.search(r"\(code: (\w+)\)$", text)
             if rejection and code is not None and code[1] == INVALID_ACTION:
                 raise ValueError(rejection) from error
-            # A full server reports it and closes; whether the report is read before is a race.
+            # A full server sends CAPACITY_REACHED and closes; it is a race whether the client reads that before.
             is_full = "received 1000" in text if code is None else code[1] == "CAPACITY_REACHED"
             fault = f"the connection to {self.url} is lost" if code is None else f"{self.url} answered with an error"
             hint = ": it may be full, let it take more sessions (max_concurrent_envs)" if is_full else ""

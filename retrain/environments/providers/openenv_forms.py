@@ -14,11 +14,11 @@ from retrain.types import Message
 
 OWNER = "environment openenv"
 ROLES = ("system", "user", "assistant", "tool")
+# Fields of an observation that may hold its text; the first non-empty field is used
 MESSAGE_FIELDS = (
     *("messages", "prompt", "message", "text", "content"),
     *("question", "output", "result", "response", "echoed_message"),
 )
-"""Fields of an observation that may hold its text; the first non-empty field is used."""
 CALL_FIELDS = {"type", "tool_name", "arguments"}  # Fields of an action that calls a tool (`CallToolAction`)
 READERS = {"string": str, "integer": int, "number": float}
 
@@ -62,11 +62,12 @@ class ActionSchema(TypedDict, total=False):
 
 
 class Actions:
-    """Converts texts to actions for a server whose actions have this JSON schema.
+    """Converter of completions to actions for a server whose actions have the JSON schema ``schema``.
 
-    ``field`` receives the whole text, converted to its type. By default it is the only required field, or else the only
-    field, if its type is text or number. Without such a field, the text must be a JSON object, with or without a code
-    fence. ``constants`` are added to each action. Raises UsageError if the schema lacks ``field``.
+    The action's field ``field`` gets the whole text, converted to the field's type. By default it is the only required
+    field, or else the only field, if its type is text or number. Without such a field, the text must be a JSON object,
+    with or without a code fence. ``constants`` are added to each action. Raises UsageError if the schema lacks
+    ``field``.
     """
 
     def __init__(self, schema: ActionSchema, field: str | None, constants: Mapping[str, JsonValue]):

@@ -13,8 +13,8 @@ import numpy.random
 
 
 class OwnRandomness:
-    """A state of Python's and numpy's global generators, seeded with ``seed``. ``with`` installs it; the exit stores
-    its progress and restores the previous state. Not reentrant."""
+    """A separate state of Python's and numpy's global generators, seeded with ``seed``. A ``with`` block uses it; at
+    the end of the block it is saved and the previous state is restored. Not reentrant."""
 
     def __init__(self, seed: str):
         self._python = random.Random(seed).getstate()

@@ -56,12 +56,13 @@ class MixturePart(BaseModel):
 
 
 class ReasoningGym:
-    """Problems of one data set (``id = "chain_sum"``, its config as arguments), of several data sets by name, or of a
-    list of ``{name, weight, config}``, drawn by weight.
+    """Environment with the problems of one data set (``id = "chain_sum"``, its config as arguments), or of several:
+    ``id`` is then a list of names or of ``{name, weight, config}``, and problems are drawn by weight.
 
     The first ``heldout`` problems are held out, the same for every held-out set. Then ``size`` problems are drawn for
-    training, without held-out questions. Everything follows from ``seed``. Raises UsageError for an unknown data set or
-    invalid config. ``problems`` checks each task first and raises DataError, which names the tasks that fail.
+    training; those with held-out questions are left out. Everything follows from ``seed``. Raises UsageError for an
+    unknown data set or invalid config. ``problems`` checks each data set first and raises a DataError with the names of
+    those that fail.
     """
 
     exact = True
@@ -158,7 +159,7 @@ def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Dat
 
 
 def data_sets() -> list[str]:
-    """Return the names of reasoning-gym's data sets, without ``composite``: a list of names does the same."""
+    """Return the names of reasoning-gym's data sets, without ``composite``, which a list of names replaces."""
     imported("reasoning_gym", OWNER)
     return sorted(name for name in imported("reasoning_gym.factory", OWNER).DATASETS if name != "composite")
 

@@ -2,7 +2,7 @@
 
 Some tasks draw from global generators or iterate over sets, so that a seed gives other problems in another process.
 Here the generators are seeded for each problem, and worker processes, which run both checks and environments, have a
-fixed hash seed: so all tasks are reproducible. A task that hangs costs only its time limit.
+fixed hash seed, so that all tasks are reproducible. The check of a task that hangs ends at its time limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from retrain.errors import printable
 from retrain.plugins import described
 from retrain.rewards.workers import WorkerLimits, WorkerPool
 
-INSTANCES = 8  # Problems of each task that a check generates, twice
+INSTANCES = 8  # Problems of each task that a check generates, in both orders
 FULL = 1 - 1e-6  # Minimum score that a task must give to its reference answer
 LOW = 0.5  # Score that a nonsense answer must stay below
 NONSENSE = ("zzz", "", "zzz " * 2000)
@@ -44,7 +44,6 @@ class Task:
     config: Mapping[str, object]
 
     def dataset(self) -> DataSet:
-        """Construct the library's data set. Raises the library's own exceptions for an invalid config."""
         with OwnRandomness(f"{self.name}/{self.seed}"):
             gym = imported("reasoning_gym", "an environment of reasoning-gym")
             return gym.create_dataset(self.name, seed=self.seed, size=self.size, **self.config)
@@ -79,8 +78,8 @@ def score(dataset: DataSet, answer: str, entry: Mapping[str, object]) -> float:
 
 
 def fault_of(task: Task) -> str:
-    """Return why the task must not be trained on, or "". Its first problems must not raise and must be the same for a
-    seed in any order; their reference answers must score 1, and nonsense must score below ``LOW``."""
+    """Return the reason why the task must not be trained on, or "". Generating its first problems must not raise and
+    must give the same problems in any order; their reference answers must score 1, nonsense answers below ``LOW``."""
     try:
         dataset, again = task.dataset(), task.dataset()
         numbers = range(min(INSTANCES, task.size))
@@ -124,7 +123,7 @@ def _scoring_fault(dataset: DataSet, entry: Mapping[str, object], own_answer: st
 
 
 def _plain(value: Any) -> Any:
-    """Return built-in types in place of their subclasses, fractions and numpy's numbers; other objects unchanged."""
+    """Replace numpy's numbers, fractions, enums and subclasses of built-in types by built-in types in nested data."""
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -153,7 +152,8 @@ class DataSetCheck(NamedTuple):
 
 
 def check_tasks(tasks: Iterable[Task], seconds: float) -> list[DataSetCheck]:
-    """Check tasks in a worker process. A task that takes longer than ``seconds``, or ends the process, is at fault."""
+    """Check tasks in a worker process. A task that takes longer than ``seconds`` or ends the process fails the
+    check."""
     limits = WorkerLimits(seconds, resource.getrlimit(resource.RLIMIT_DATA)[0])
     checks = []
     with contextlib.closing(

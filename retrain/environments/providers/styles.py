@@ -2,9 +2,10 @@
 
 - ``problems`` and ``start``: an environment of retrain's protocol, used unchanged.
 - ``load_dataset`` and ``compute_reward``, as in Telescope: ``load_dataset`` returns samples (``prompt``, ``answer``,
-  ``metadata``), ``compute_reward`` grades them; with ``env_response`` in several turns. See ``styles_graded``.
-- the Tinker cookbook's: a builder that is called for its data sets, a data set with ``get_batch``, or an environment
-  with ``initial_observation`` and ``step``. See ``styles_cookbook``.
+  ``metadata``), ``compute_reward`` grades answers to them. With ``env_response``, episodes have several turns. See
+  ``styles_graded``.
+- environments of the Tinker cookbook: a builder that returns data sets when called, a data set with ``get_batch``, or
+  an environment with ``initial_observation`` and ``step``. See ``styles_cookbook``.
 
 Methods may be async or not.
 """
@@ -38,9 +39,9 @@ def adapt(written: Callable[..., object], args: Mapping[str, object], run: Run) 
     """Return the environment that ``written`` (a class, a factory function or a data set builder) makes with ``args``.
 
     An environment in another trainer's style is wrapped. ``args`` may then have ``heldout``, the number of problems to
-    hold out if it has no held-out set, and ``size``, the number of problems if a problem is a seed; if ``written`` has
-    parameters of these names, they go to it instead. ``run`` awaits async results. Raises UsageError for invalid
-    arguments, PluginError if the result is no environment.
+    hold out if the environment has no held-out set, and ``size``, the number of problems if problems are seeds. They
+    are passed to ``written`` instead if it has parameters of these names. ``run`` awaits async results. Raises
+    UsageError for invalid arguments, PluginError if the result is no environment.
     """
     owner = f"environment {getattr(written, '__qualname__', None) or type(written).__qualname__}"
     arguments, split = dict(args), {}
@@ -73,9 +74,9 @@ def adapt(written: Callable[..., object], args: Mapping[str, object], run: Run) 
 def _seeded(
     written: Callable[..., object], arguments: Mapping[str, object], split: Split, owner: str, run: Run
 ) -> Cookbook:
-    """Return an environment whose problems are seeds: ``written(**arguments, seed=…)`` makes an episode of one. The
-    first ``split.heldout`` seeds are held out, the next ``split.size`` train. Raises PluginError if ``written`` takes
-    no seed, UsageError for invalid arguments."""
+    """Return an environment whose problems are seeds: ``written(**arguments, seed=…)`` makes an episode of one problem.
+    The first ``split.heldout`` seeds are held out, the next ``split.size`` are for training. Raises PluginError if
+    ``written`` takes no seed, UsageError for invalid arguments."""
     if "seed" not in inspect.signature(written).parameters:
         raise PluginError(
             f"{owner} is one episode (initial_observation and step) and takes no seed, so that there is but one "

@@ -29,16 +29,16 @@ HELD_OUT = "held out"
 
 
 class Builders(NamedTuple):
-    """Builders of the problems of a split, "train" or HELD_OUT: ``numbers`` returns the problems' numbers, ``make`` the
-    builder of one of them."""
+    """Access to the cookbook's builders, one per problem. ``numbers(split)`` returns the numbers of the problems of a
+    split, "train" or HELD_OUT; ``make(split, number)`` returns the builder of one problem."""
 
     numbers: Callable[[str], Sequence[int]]
     make: Callable[[str, int], Any]
 
 
 def dataset_builders(train: Any, test: Any, heldout: int | None, owner: str) -> Builders:
-    """Return the builders in the batches of data sets. Those of ``test`` are held out or, if it is None, the last
-    ``heldout`` of ``train``."""
+    """Return the builders in the batches of data sets. The builders in ``test`` are held out or, if it is None, the
+    last ``heldout`` builders in ``train``."""
     sources = {"train": train, HELD_OUT: train if test is None else test}
 
     @cache
@@ -89,7 +89,7 @@ class CookbookEpisode:
 
     def _begin(self) -> None:
         self.seen = self.run(self.made.initial_observation())
-        if isinstance(self.seen, tuple) and len(self.seen) == 2:  # the stop condition is the engine's
+        if isinstance(self.seen, tuple) and len(self.seen) == 2:  # with a stop condition, which the engine has itself
             self.seen = self.seen[0]
         if callable(getattr(self.made, "get_question", None)) and _is_tokens(self.seen):
             question = {"role": "user", "content": self.made.get_question()}

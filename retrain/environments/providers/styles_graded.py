@@ -23,7 +23,7 @@ from retrain.rewards.base import checked, failed
 from retrain.types import Action, Message, Problem, RewardResult
 
 chat = partial(chat_messages, separator="")  # Joins the text parts of a message without separator
-Run = Callable[[object], Any]  # Returns its argument, awaited if it is awaitable
+Run = Callable[[object], Any]  # Function that returns its argument or, if that is awaitable, its awaited result
 
 
 class AdaptedEnvironment:
@@ -36,8 +36,8 @@ class AdaptedEnvironment:
 
 
 def numbers_of(split: str, total: int, heldout: int | None, owner: str) -> range:
-    """Return the indices, in range(``total``), of a split's problems: the last ``heldout`` (None: a tenth, at most
-    200), or for ``train`` the others. Raises DataError if none is left to train on."""
+    """Return the indices of a split's problems among ``total``. The last ``heldout`` problems (None: a tenth, at most
+    200) are held out, all others are ``train``. Raises DataError if none is left to train on."""
     held = min(200, max(1, total // 10)) if heldout is None else heldout
     if held >= total:
         raise DataError(f"{owner}: heldout = {held} leaves none of {total} problems to train on")
@@ -45,7 +45,8 @@ def numbers_of(split: str, total: int, heldout: int | None, owner: str) -> range
 
 
 def continued(before: Sequence[Message], after: Sequence[Message], **facts: Any) -> Step:
-    """Return the step from one conversation to the next: the new messages, or all messages if the beginning changed."""
+    """Return the step that turns conversation ``before`` into ``after``: it has only the new messages, or the whole
+    conversation if its beginning changed."""
     if list(after[: len(before)]) == list(before) and len(after) > len(before):
         return Step(after[len(before) :], done=False, **facts)
     return Step(done=False, conversation=after, **facts)
@@ -129,7 +130,8 @@ class GradedEpisode:
         return Observation(tuple(self.conversation))
 
     def step(self, action: Action) -> Step:
-        """End the episode; with several turns, return the reply of ``env_response`` until the episode is done."""
+        """End the episode or, if the environment has several turns, return the reply of ``env_response`` until it is
+        done."""
         answer: Message = {"role": "assistant", "content": action.text}
         turn = SimpleNamespace(  # read by compute_reward in state.trajectory
             prompt=list(self.conversation),

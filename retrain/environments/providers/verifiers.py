@@ -18,20 +18,20 @@ from retrain.errors import DataError, RetrainError
 from retrain.plugins import described
 from retrain.types import Problem
 
+# Seed while data are loaded: rows that the environment draws without a seed are then equal in every process
 LOADING_SEED = "loading"
-"""Seed while data are loaded: randomly drawn rows are equal in every process, unless the environment seeds itself."""
 
 
 class Verifiers:
     """Environment of the installed module ``id``.
 
-    ``args`` are arguments of ``load_environment``, or keys of the taskset's configuration. ``env`` is the rest of a
-    taskset's environment (``{"id": …, "agent": {"max_turns": …}}``).
+    ``args`` are arguments of ``load_environment``, or keys of the taskset's configuration. ``env`` has the other keys
+    of a taskset's environment (``{"id": …, "agent": {"max_turns": …}}``).
 
-    Held-out problems come from the first source that exists: a second instance, made with ``heldout_args`` over
-    ``args`` (``{"split": "test"}``); the environment's own held-out problems, at most ``heldout``; ``heldout`` of the
-    training problems, the same in every run, 0 for none. ``train`` is the number of problems of an endless taskset, and
-    the maximum for any other.
+    Held-out problems come from the first of these sources that exists: a second instance of the environment, made with
+    ``args`` overridden by ``heldout_args`` (``{"split": "test"}``); the environment's own held-out problems, at most
+    ``heldout``; ``heldout`` of the training problems (0: none), the same in every run. ``train`` is the number of
+    problems of an endless taskset; for others, it is the largest number of training problems.
 
     ``exact`` declares that an episode is a function of problem, seed and actions. It is False by default, because tools
     may do anything. Raises MissingExtra, UsageError or DataError if the environment is missing or cannot be loaded.

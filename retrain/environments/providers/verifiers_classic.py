@@ -104,8 +104,9 @@ def _weights_of(rubric: Any) -> dict[str, float]:
 def _outcome(
     output: Mapping[str, Any], heard: Sequence[tuple[str, str]], weights: Mapping[str, float]
 ) -> HarnessResult:
-    """Return the grade of a rollout. ``heard``: (name, log line of the rubric) of every function that raised. If its
-    weight is 0, it is a metric: its value is unknown, and the reward does not change. Else there is no reward."""
+    """Return the grade of a rollout. ``heard`` has (name, log line of the rubric) for every function that raised. A
+    function of weight 0 is a metric: if it raised, only its value is missing. If any other function raised, there is no
+    reward."""
     stop = str(output.get("stop_condition") or "")
     metrics = cast(
         "dict[str, float | None]", {name: _number(value) for name, value in (output.get("metrics") or {}).items()}
@@ -128,8 +129,8 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
+# (name, log line) of the rubric functions that raised in this rollout
 _heard: contextvars.ContextVar[list[tuple[str, str]] | None] = contextvars.ContextVar("heard", default=None)
-"""(name, log line) of the rubric functions that raised in this rollout."""
 _RAISED = re.compile(r"Error calling (?:group )?reward function (.+?): ")
 
 
@@ -144,7 +145,7 @@ class _Hearing(logging.Handler):
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Restore the handlers of SIGINT and SIGTERM, which environments replace."""
+    """Restore the handlers of SIGINT and SIGTERM at the end of a ``with`` block; environments replace them."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

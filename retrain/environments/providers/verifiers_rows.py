@@ -1,4 +1,4 @@
-"""Represent tasks of both kinds of verifiers' environments as rows, and select the held-out ones."""
+"""Represent tasks of both kinds of verifiers' environments as rows, and select the rows to hold out."""
 
 import hashlib
 import json
@@ -8,15 +8,15 @@ from typing import NamedTuple
 from retrain.errors import UsageError
 from retrain.types import Message
 
+# Environment variable that is never set: the local endpoint needs no key, and must not receive the user's
 UNSET_KEY = "RETRAIN_VERIFIERS_NO_KEY"
-"""Environment variable that is never set: the local endpoint needs no key, and must not receive the user's."""
+# Share and largest number of training problems to hold out, if the environment has no held-out problems and the
+# configuration no ``heldout``
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
-"""Share and maximum number of training problems to hold out if the environment holds out none and no number is
-given."""
 
 
 class TaskRow(NamedTuple):
-    """A task. ``digest`` is a hash of its content, which must be equal at this index in every process."""
+    """A task. ``digest`` is a hash of its content, which must be the same at the row's index in every process."""
 
     prompt: tuple[Message, ...]
     answer: str
@@ -31,7 +31,8 @@ def digest(task: object) -> str:
 def held_out(rows: Sequence[TaskRow], count: int | None) -> set[int]:
     """Return the indices of the ``count`` held-out rows. Raises UsageError if none is left for training.
 
-    They have the smallest hashes: so they are the same in every run, and equal rows are on the same side.
+    The rows with the smallest hashes are held out, so that they are the same in every run and equal rows are either all
+    held out or all trained on.
     """
     if count is None:
         count = min(max(round(len(rows) * HELD_OUT_SHARE), len(rows) > 1), MOST_HELD_OUT)

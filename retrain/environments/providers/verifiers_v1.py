@@ -25,9 +25,9 @@ from retrain.types import RewardResult
 FIRST_WITH = "0.4"  # First version of verifiers whose tasksets are supported
 CHAT_LOOP = "retrain-chat"  # Name of the harness in `chat_loop`
 TASKSETS = "verifiers.v1.tasksets"  # The package of the library's own tasksets
-LONGEST_S, MOST_RUNS = 10.0, 16  # Limits of a rehearsal: seconds, and runs of agents
+LONGEST_S, MOST_RUNS = 10.0, 16  # Limits of ``runs_of_an_episode``: seconds, and runs of agents
+# "name: exception" of each metric that raised in this rollout
 _failed: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("failed", default=None)
-""""name: exception" of each metric that raised in this rollout."""
 
 
 Hook = Callable[..., Awaitable[object]]  # A metric or reward of a task
@@ -44,8 +44,8 @@ def is_taskset(id: str) -> bool:
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     name = _module(id)
     if "." in name:
-        # The library looks for <its tasksets>.<name> first, which raises where the name has a dot: it finds the module
-        # there already.
+        # The library first imports <TASKSETS>.<name>, which would raise for a name with a dot. So the module is
+        # registered under that name.
         try:
             sys.modules.setdefault(f"{TASKSETS}.{name}", importlib.import_module(name))
         except ModuleNotFoundError as error:
@@ -200,8 +200,8 @@ def _module(id: str) -> str:
 
 
 def _tolerant_hooks(hooks: Callable[[str], list[Hook]], kind: str) -> list[Hook]:
-    """Return a task's hooks of a kind, wrapped so that a metric, or a reward of weight 0, that raises is left out and
-    does not change the reward."""
+    """Return a task's hooks of a kind. Hooks that cannot change the reward, which are metrics and rewards of weight 0,
+    are wrapped: one that raises is left out."""
 
     def decides(hook: Hook) -> bool:
         return kind != "metric" and (kind != "reward" or bool(getattr(hook, "_vf_weight", 1.0)))
@@ -248,9 +248,9 @@ def _outcome(episode: Any, failed_metrics: Sequence[str] = ()) -> HarnessResult:
     return HarnessResult(RewardResult(total, metrics, components=components, error=reason or None), stop, logs)
 
 
-# A rehearsal counts, without a model, how often the agents of an environment run in one episode. One run of an agent is
-# one rollout here, so environments with several runs per episode are rejected. Their ``run`` is arbitrary code, so it
-# is executed with agents that answer nothing.
+# ``runs_of_an_episode`` counts, without a model, how often the agents of an environment run in one episode. One run of
+# an agent is one rollout here, so environments with several runs per episode are rejected. Their ``run`` is arbitrary
+# code, so it is executed with agents that answer nothing.
 
 
 class _SilentAgent:
@@ -277,8 +277,8 @@ class _SilentAgent:
 
 
 async def runs_of_an_episode(vf: ModuleType, environment: Any, task: object) -> int:
-    """Return how often agents run in one episode of ``task`` if they answer nothing. An exception of the environment,
-    or the time limit, ends this rehearsal; the runs before that count."""
+    """Return how often agents run in one episode of ``task`` if they answer nothing. If the environment raises or the
+    time limit is reached, return the number of runs before that."""
     counted: list[object] = []
     agents = vf.Agents(environment.config, lambda name, config: _SilentAgent(vf, config, counted))
     with suppress(Exception):

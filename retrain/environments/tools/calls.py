@@ -9,10 +9,10 @@
   ``[TOOL_CALLS]name[ARGS]{…}`` (``[CALL_ID]`` and ``[ARGS]`` may be missing)
 - a block fenced with ```` ```tool ````, with such JSON or with calls like ``name(x=1, other="text")``
 
-Special tokens may be missing in the text. So a message that consists only of JSON calls counts without
-``<|python_tag|>`` and ``[TOOL_CALLS]``; JSON within an answer, or JSON that is no call, does not count. Calls inside
-``<think>…</think>`` do not count either. If the prompt has opened the thought, it is everything before the first
-``</think>``, unless the message begins with a call. The time is linear in the length of the text, times ``MAX_CALLS``.
+Special tokens may be missing in the text. A message that consists only of JSON calls is therefore read as calls also
+without ``<|python_tag|>`` and ``[TOOL_CALLS]``; JSON within an answer and JSON that is no call are not. Calls inside
+``<think>…</think>`` are ignored. If the prompt opened the thought, everything before the first ``</think>`` is thought,
+unless the message begins with a call. The time is linear in the length of the text, times ``MAX_CALLS``.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Call:
 
 @dataclass(frozen=True)
 class ParsedMessage:
-    """Calls of a message. ``items`` has, in order, each call, or a sentence to the model about a call that could not be
-    parsed; ``text`` is the rest of the message, without thoughts."""
+    """Calls in a message. ``items`` has the calls in order; in place of a call that could not be parsed, it has a
+    sentence that tells the model why. ``text`` is the message without calls and thoughts."""
 
     items: tuple[Call | str, ...]
     text: str
@@ -86,8 +86,8 @@ class ParsedMessage:
 
 
 def answer(call: Call | str, text: str) -> Message:
-    """Return the tool message that answers ``call``, a text if it could not be parsed. Replaces lone surrogates, which
-    tokenizers reject."""
+    """Return the tool message that answers ``call``, which is a text if it could not be parsed. Replaces lone
+    surrogates, which tokenizers reject."""
     name, id = (call.name, call.id) if isinstance(call, Call) else (NO_TOOL, None)
     message = {"role": "tool", "name": name[:64], "content": text} | ({"tool_call_id": id[:64]} if id else {})
     return {key: value.encode("utf-8", "replace").decode() for key, value in message.items()}
@@ -133,8 +133,8 @@ def parse(text: str) -> ParsedMessage:
 
 
 def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
-    """Return the text without calls, but with thoughts, and the calls, with arguments converted to the types of
-    ``tools``. If no call can be parsed, return the whole text and []."""
+    """Return (text, calls): the text with its thoughts but without calls, and the calls with arguments converted to the
+    types in the schemas ``tools``. If no call can be parsed, return the whole text and []."""
     parsed = parse(text)
     if not parsed.calls:
         return text, []
@@ -198,7 +198,7 @@ def _after_thought(text: str) -> str:
 
 
 class _Cursor:
-    """A text and the position up to which it is parsed. Raises _MalformedCall if the expected text is missing."""
+    """A text and the position up to which it is parsed. ``expect`` and ``json`` raise _MalformedCall."""
 
     def __init__(self, text: str, at: int = 0):
         self.text, self.at = text, at
@@ -341,7 +341,7 @@ _READERS: dict[str, Callable[[_Cursor], list[Call | str]]] = {
 
 def _bare(text: str, reports: bool = False) -> list[Call | str]:
     """Return the calls of a text that consists only of calls, without an opening tag; [] for any other text. With
-    ``reports``, return a fault for a text that begins like a call but is not JSON."""
+    ``reports``, return a message about the fault if a text begins like a call but is not JSON."""
     text = _without_end_tokens(text.lstrip())
     try:
         if not text.startswith(("{", "[")):
@@ -369,7 +369,6 @@ def _named_sequence(cursor: _Cursor) -> list[Call | str]:
 
 
 def _looks_like_a_call(item: dict[str, JsonValue]) -> bool:
-    """Return whether an object may be meant as a call: it has a name, arguments and no keys of other data."""
     function = item.get("function")
     if item.get("type") == "function" and isinstance(function, dict):
         item = function
@@ -382,8 +381,8 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
+# strict=False accepts line breaks inside a string, which models write in code
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
-"""``strict=False`` accepts line breaks inside a string, which models write in code."""
 
 
 def _sequence(text: str) -> list[JsonValue]:

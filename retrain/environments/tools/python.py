@@ -13,10 +13,12 @@ ANEW = "[The interpreter was started anew: nothing of earlier calls is left.]\n"
 class Python:
     """Python for one episode, in a sandbox: standard library only, no network, no files but its own.
 
-    ``keep_state``: variables and files persist between calls, and all processes are suspended in between; else each
-    call starts with a fresh interpreter and directories. ``timeout_s``: wall-clock seconds of a call. ``memory_mb``: of
-    each process, and of all together. ``output_characters``: longest output; a longer one is cut in the middle.
-    ``processes``: simultaneous processes and threads. ``file_mb``: of each file, and of all in /tmp and in /dev/shm.
+    With ``keep_state``, variables and files persist between calls, and all processes are suspended in between;
+    otherwise each call starts with a fresh interpreter and empty directories.
+
+    Limits: ``timeout_s`` wall-clock seconds for a call; ``memory_mb`` MiB for each process and for all together;
+    ``processes`` simultaneous processes and threads; ``file_mb`` MiB for each file, for /tmp and for /dev/shm. Output
+    of more than ``output_characters`` is cut in the middle.
 
     The answer is the output to stdout and stderr. A last line that is an expression prints its ``repr``, unless it is
     None, as at Python's prompt. An error gives the last lines of its traceback. Raises MissingExtra if bubblewrap is

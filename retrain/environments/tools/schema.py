@@ -3,8 +3,8 @@
 ``transformers.utils.get_json_schema`` gives the same schema for plain annotations (tests compare them), but would
 import torch into every worker process.
 
-Arguments are converted: "3" to a number if a number is expected, 3 to a text if a text is expected. Other texts are
-parsed as JSON, for formats without types such as Qwen3-Coder's.
+Arguments are converted: "3" to a number if a number is expected, 3 to a text if a text is expected. Any other text that
+is not valid as it stands is parsed as JSON, because formats such as Qwen3-Coder's have no types.
 """
 
 import inspect
@@ -193,7 +193,7 @@ def _property(schema: dict[str, Any], required: bool) -> PropertySchema:
     if not required and len(types) == 1:
         schema = types[0] | {key: value for key, value in schema.items() if key != "anyOf"}
     order = sorted(schema, key=lambda key: (key == "description", key != "type"))
-    return cast("PropertySchema", {key: schema[key] for key in order if key != "default"})  # None, for the lack of one
+    return cast("PropertySchema", {key: schema[key] for key in order if key != "default"})  # None, not the function's
 
 
 def _docstring(doc: str) -> tuple[str, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Tool that searches a local corpus by BM25 (bm25s needs only numpy, and looks scores up without a loop)."""
+"""Tool that searches a local corpus by BM25. It uses bm25s, which is fast and needs only numpy."""
 
 import json
 import re
@@ -158,7 +158,6 @@ def _text_file(file: Path, directory: Path) -> Document:
 
 
 def _order(document: Document) -> tuple[bool, int, str]:
-    """Return a sort key: numeric ids first, by value, then the other ids."""
     id = str(document.id)
     number = id.isascii() and id.isdecimal() and len(id) < 20
     return (not number, int(id) if number else 0, id)

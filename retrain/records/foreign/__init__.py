@@ -1,7 +1,7 @@
 """Read runs of other tools: one module for each tool, one interface (``ForeignReader``).
 
-A directory is one run, or a folder of two runs or more, which are read as one campaign. Runs whose names differ only in
-their seed are one condition; nothing is declared, so that there is no verdict.
+A directory is either one run, or a folder of at least two runs, which are read as one campaign. Runs whose names differ
+only in their seed form one condition. No verdict is given, because no comparison was declared before the runs.
 """
 
 import re
@@ -14,7 +14,7 @@ from pathlib import Path
 from retrain.files import stamp_of
 from retrain.records.schema.base import Row
 
-SEED = re.compile(r"[-_./ ]*(?:seed|s)[-_=]?(\d{1,9})$", re.IGNORECASE)  # The end of a run's name that says its seed
+SEED = re.compile(r"[-_./ ]*(?:seed|s)[-_=]?(\d{1,9})$", re.IGNORECASE)  # The seed at the end of a run's name
 MOST_RUNS = 1_000
 QUIET_S = 600.0  # Seconds without writes after which a run without a recorded end counts as interrupted
 NO_VERDICT = (
@@ -22,14 +22,14 @@ NO_VERDICT = (
     "seeds of one condition"
 )
 
-# Returns the file of a name below a directory; None if there is none, or it may not be read
+# Maps (directory, path below it) to the path of that file; None if it is missing or must not be read
 FindFile = Callable[[Path, str], Path | None]
 
 
 @dataclass(frozen=True)
 class ForeignRun:
-    """One run of another tool. ``max_steps`` is 0 if the planned number is unknown; ``written`` is the Unix time of the
-    newest row."""
+    """One run of another tool. ``max_steps`` is 0 if the planned number of steps is unknown; ``written`` is the Unix
+    time at which the newest row was written."""
 
     directory: Path
     name: str
@@ -42,21 +42,22 @@ class ForeignRun:
 
 
 class ForeignReader(ABC):
-    """Reads the runs of one tool. ``missing``: texts that name what the tool's files lack."""
+    """Reader of one tool's runs. ``missing`` lists what the tool does not record, as texts for the user."""
 
     tool: str
     missing: Sequence[str]
 
     @abstractmethod
     def runs(self, directory: Path, find: FindFile) -> list[ForeignRun]:
-        """Return the run of this directory, or the runs in it; [] if it has none, or only one subdirectory of a run."""
+        """Return the run whose directory this is, or the runs that it contains; [] if it contains none, or if only one
+        of its subdirectories is a run."""
 
     @abstractmethod
     def rows(self, run: ForeignRun, find: FindFile) -> list[Row] | None:
-        """Return the numbers of each step by key, in the order of the steps; None where they cannot be read now."""
+        """Return one row of metrics per step, in the order of the steps; None if they cannot be read at present."""
 
     def metrics_file(self, run: ForeignRun, find: FindFile) -> Path | None:
-        """Return the JSON-lines file that holds the run's rows; None for a tool that has none."""
+        """Return the JSON-lines file that holds the run's rows; None if the tool writes no such file."""
         return None
 
     @abstractmethod
@@ -65,19 +66,19 @@ class ForeignReader(ABC):
 
     @abstractmethod
     def stamp(self, run: ForeignRun, find: FindFile) -> Hashable:
-        """Return a value that differs once the run's rows or settings have changed."""
+        """Return a value that changes whenever the run's rows or settings change; callers use it for caching."""
 
 
 class DirectoryReader(ForeignReader):
-    """Reads tools that write each run to a separate directory."""
+    """Reader of a tool that writes each run to a separate directory."""
 
     @abstractmethod
     def newest(self, directory: Path, find: FindFile) -> Path | None:
-        """Return the file that grows with the run; None if the directory is not a run of the tool."""
+        """Return the file that changes as the run proceeds; None if the directory is not a run of the tool."""
 
     @abstractmethod
     def progress(self, directory: Path, find: FindFile) -> tuple[int, int, int | None]:
-        """Return the steps done, the steps planned (0: unknown) and the seed that its settings name."""
+        """Return the number of steps done, the number planned (0 if unknown) and the seed in the run's settings."""
 
     def runs(self, directory: Path, find: FindFile) -> list[ForeignRun]:
         if self.newest(directory, find) is not None:
@@ -106,7 +107,7 @@ def condition_and_seed(name: str) -> tuple[str, int | None]:
 
 
 def is_recent(written: float | None) -> bool:
-    """Return whether a run whose newest row is of this Unix time may still train."""
+    """Return whether a run may still be training if its newest row was written at this Unix time."""
     return written is not None and time.time() - written < QUIET_S
 
 
@@ -115,7 +116,8 @@ def integer(value: object, default: int = 0) -> int:
 
 
 def _folders(directory: Path) -> list[Path]:
-    """Return the first folders in a directory by name, without hidden ones and links, which may lead elsewhere."""
+    """Return the subdirectories among the first ``MOST_RUNS`` entries by name. Hidden ones are left out, and symbolic
+    links, which may lead out of the directory."""
     try:
         names = sorted(entry.name for entry in directory.iterdir())[:MOST_RUNS]
     except OSError:

@@ -1,8 +1,8 @@
 """Runs of trackio: one SQLite file for each project, ``<project>.db``, as trackio 0.43 writes it.
 
-Table ``metrics`` has a row for each call of ``log``: run, step and a JSON object in which numbers that JSON lacks are
-texts; ``configs`` the settings of each run, with its group as ``_Group``. A file with a write-ahead log is read from a
-copy, so that nothing in the directory changes.
+Table ``metrics`` has a row for each call of ``log``: the run, the step and a JSON object, in which NaN and infinities
+are texts. Table ``configs`` has the settings of each run; the entry ``_Group`` is the run's group. A file with a
+write-ahead log is copied and the copy is read, so that nothing in the directory changes.
 """
 
 import json
@@ -19,7 +19,7 @@ from retrain.files import stamp_of
 from retrain.records.foreign import NO_VERDICT, FindFile, ForeignReader, ForeignRun, condition_and_seed, is_recent
 from retrain.records.schema.base import Row
 
-LOG = "-wal"  # Ending of the write-ahead log
+LOG = "-wal"  # Appended to the database's file name: its write-ahead log
 MOST_FILES, TRIES = 64, 3
 _RUNS = "SELECT run_id, run_name, MAX(step), MAX(timestamp) FROM metrics GROUP BY run_id ORDER BY MIN(id)"
 
@@ -56,7 +56,8 @@ class TrackioReader(ForeignReader):
         return tuple((path, _stamp(path)) for path in _databases(run.directory, find))
 
     def _entries(self, directory: Path, find: FindFile) -> Iterator[tuple[ForeignRun, Path, str, Row]]:
-        """Yield all runs with their files, ids and settings. With several files, names begin with the project."""
+        """Yield (run, file, run id, settings) for every run. If the directory has several files, names of runs and
+        conditions begin with the project's name."""
         files = _databases(directory, find)
         for path in files:
             for run, run_id, config in self._of(path):
@@ -67,7 +68,6 @@ class TrackioReader(ForeignReader):
                 yield named, path, run_id, config
 
     def _of(self, path: Path) -> list[tuple[ForeignRun, str, Row]]:
-        """Return the runs of a file with their ids and settings, cached until the file changes."""
         stamp = _stamp(path)
         if path not in self._runs_of or self._runs_of[path][0] != stamp:
             with suppress(sqlite3.Error, OSError, ValueError, TypeError):  # being written, or no file of trackio
@@ -116,7 +116,8 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _copied(path: Path, log: Path, copy: Path) -> Path:
-    """Copy a database and then its log; retry if the database was written meanwhile, else the log has only grown."""
+    """Copy a database, then its log, and return ``copy``. If the database changed meanwhile, they may not belong
+    together and are copied again. Raises sqlite3.OperationalError after ``TRIES`` attempts."""
     for _ in range(TRIES):
         before = stamp_of(path)
         shutil.copyfile(path, copy)
@@ -128,7 +129,6 @@ def _copied(path: Path, log: Path, copy: Path) -> Path:
 
 
 def _object(text: str | bytes) -> Row:
-    """Return the object of a JSON text; "NaN", "Infinity" and "-Infinity" become numbers."""
     found: Row = json.loads(text)
     texts = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
     return {key: texts.get(value, value) if isinstance(value, str) else value for key, value in found.items()}

@@ -1,8 +1,9 @@
 """Runs of TRL and of transformers' Trainer: the ``log_history`` of ``trainer_state.json``.
 
-The newest state is that of the output directory itself, written when training has ended, or of the checkpoint with the
-largest number. Lines of one step become one row. With several evaluation sets the Trainer logs a line for each, and
-TRL's own numbers have the same names in all of them (``eval_reward``): only ``eval_<set>_runtime`` tells them apart.
+The file is read from the output directory, where the Trainer writes it at the end of training, or else from the
+checkpoint with the largest number. All lines of a step become one row. With several evaluation sets the Trainer logs a
+line for each set, and TRL's own metrics have the same names in all these lines, such as ``eval_reward``. Only the key
+``eval_<set>_runtime`` shows to which set a line belongs.
 """
 
 import re
@@ -26,7 +27,7 @@ class TrlReader(DirectoryReader):
     )
 
     def newest(self, directory: Path, find: FindFile) -> Path | None:
-        """Return the newest ``trainer_state.json``: the directory's own, else that of the last checkpoint."""
+        """Return ``trainer_state.json`` in the directory itself, else in the checkpoint with the largest number."""
         if (own := find(directory, STATE)) is not None:
             return own
         try:
@@ -45,7 +46,8 @@ class TrlReader(DirectoryReader):
         return _rows(state.get("log_history")) if state else None
 
     def config(self, run: ForeignRun, find: FindFile) -> Row:
-        """Return the trainer's state and the model's and adapter's configurations; pickled arguments are not read."""
+        """Return the scalars of the trainer's state, and the configurations of the model and the adapter. The pickled
+        training arguments are not read."""
         newest = self.newest(run.directory, find)
         state = {key: value for key, value in read_object(newest).items() if not isinstance(value, list | dict)}
         folder = newest.parent if newest is not None else run.directory
@@ -65,7 +67,8 @@ def _rows(history: object) -> list[Row]:
 
 
 def _named_by_set(line: Values) -> Row:
-    """Return an evaluation's line with its set in all keys, as the Trainer names its own: ``eval_<set>_reward``."""
+    """Return a line of an evaluation with the set in all keys: ``eval_reward`` becomes ``eval_<set>_reward``. Lines
+    that name no set are returned unchanged."""
     name = next((match[1] for key in line if (match := SET.fullmatch(key))), None)
     if name is None:
         return dict(line)

@@ -1,8 +1,8 @@
-"""Self-contained HTML documents from templates: one file, no network, and no code from recorded texts.
+"""Make self-contained HTML documents from templates: single files that load nothing and run no code of recorded texts.
 
-Templates, styles and scripts are those of the page (``retrain/ui``). Every value that a template writes is escaped and
-has its invisible characters replaced. The content security policy allows the page's own script by its hash and nothing
-else, so that even markup that slipped through could not run or load anything.
+Templates, styles and scripts are shared with the live page (``retrain/ui``). Every value that a template writes is
+escaped and has its invisible characters replaced. The content security policy allows only the document's own script,
+by its hash, so that even markup that slipped through could not run or load anything.
 """
 
 import base64
@@ -26,9 +26,12 @@ POLICY = (
 
 def document(template: str, *, styles: Sequence[str], script: str, libraries: Sequence[str] = (),
              made_by: str = "retrain", **values: object) -> str:  # fmt: skip
-    """Return a whole document from a template that extends ``page.html``. ``styles``, ``script`` and ``libraries`` are
-    files of the page: the script is a module that is joined with those that it imports, and libraries are classic
-    scripts that run before it. ``title`` is among the values."""
+    """Return an HTML document made from a template that extends ``page.html``.
+
+    ``styles``, ``script`` and ``libraries`` are paths below ``retrain/ui/static``. ``script`` is an ES module, which is
+    joined with the modules that it imports; ``libraries`` are classic scripts that run before it. ``values`` are the
+    template's variables and must include ``title``.
+    """
     code = _script(script, tuple(libraries))
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     ours = {
@@ -41,13 +44,12 @@ def document(template: str, *, styles: Sequence[str], script: str, libraries: Se
 
 
 def generator(made_by: str) -> str:
-    """Return the element in a document's head that says who made it."""
     return f'<meta name="generator" content="{escape(made_by)}">'
 
 
 @cache
 def environment() -> Any:
-    """Return the templates of the page, which escape every value; a name without a value is an error."""
+    """Return the Jinja environment of the page's templates. It escapes every value; undefined names are errors."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     made = Environment(
@@ -59,7 +61,7 @@ def environment() -> Any:
 
 
 def _finalize(value: object) -> object:
-    """Return a value with its invisible characters replaced; markup, which only templates make, stays."""
+    """Replace the invisible characters of a text; markup, which only templates make, is returned unchanged."""
     return visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
@@ -75,7 +77,6 @@ def _script(name: str, libraries: tuple[str, ...]) -> str:
 
 
 def _inside(element: str, text: str) -> str:
-    """Return the text if it can stand inside this element. Raises ValueError if it holds the element's end tag."""
     if f"</{element}" in text.lower() or "<!--" in text:
         raise ValueError(f"the {element} of a page must not contain its own end tag or a comment opening")
     return text

@@ -1,9 +1,9 @@
 """The page of one iteration: each prompt once, its samples side by side, tokens coloured on demand.
 
-Prompts, answers and rewards are in the HTML and need no script; scripts add colours and sorting. Each sample has its
-tokens as integers in attributes, in the base-64 VLQ of source maps: lengths in characters, surprisal in hundredths of a
-nat, token advantage in thousandths, the planning mask as run lengths and, with a critic, values and value targets in
-thousandths. The size is bounded by the constants below; the page counts what is left out.
+Prompts, answers and rewards are in the HTML and need no script; scripts add colours and sorting. Attributes of each
+sample hold one integer per token, in the base-64 VLQ of source maps: lengths in characters, surprisal in hundredths of
+a nat, token advantage in thousandths and, with a critic, values and value targets in thousandths. The planning mask is
+stored as run lengths. The constants below bound the size; the page says how much was left out.
 """
 
 import re
@@ -62,7 +62,8 @@ class Chip(NamedTuple):
 
 
 def rollout_page(batch: Batch, num_groups: int) -> str:
-    """Return the page: the first ``num_groups`` with their texts, every group in the overview and the table."""
+    """Return the HTML page. The first ``num_groups`` groups have their texts; the overview and the table of
+    trajectories cover the other groups too."""
     groups = batch.groups
     chosen = groups[:num_groups]
     samples = sum(min(len(group.rollouts), SAMPLES_SHOWN) for group in chosen)
@@ -103,7 +104,8 @@ def _percent(share: float | None) -> str:
 
 
 def _overview(groups: Sequence[CreditedGroup]) -> dict[str, object]:
-    """Return a row of squares per group, coloured by reward between the smallest and the largest of the iteration."""
+    """Return the data of the overview: for each group a row of squares, one per sample, whose colour shows the reward
+    between the iteration's smallest and largest."""
     values = [v for group in groups for v in group.rewards_N.tolist() if np.isfinite(v)]
     low, high = (min(values), max(values)) if values else (0.0, 0.0)
     scale = high - low or 1.0
@@ -128,7 +130,7 @@ def _overview(groups: Sequence[CreditedGroup]) -> dict[str, object]:
 
 
 def _modes(groups: Sequence[CreditedGroup]) -> dict[str, str]:
-    """Return the names of the token colourings that these groups have data for, by the letter of their attribute."""
+    """Return the token colourings for which these groups have data: attribute letter (or "none") → name."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     columns = {
         "a": ("advantage", [rollout.token_advantages_T for rollout in rollouts]),
@@ -207,8 +209,8 @@ def _speaker(message: Message) -> str:
 
 
 def _parts(reward: RewardResult, batch: Batch) -> Iterator[tuple[str, list[dict[str, str]], int]]:
-    """Yield (label, shown parts, number of parts left out) for the reward's components and for its other metrics but
-    ``correct``, which the heading shows."""
+    """Yield (label, shown parts, number of parts left out) for the reward's components and then for its other metrics,
+    without ``correct``, which the heading shows."""
     components, others = breakdown(reward, batch.weights)
     if [part.value for part in components] == [reward.total_reward] and components[0].adds is None:
         components = []  # the only component is the reward itself
@@ -244,8 +246,8 @@ def _pieces(text: str) -> Iterator[tuple[str, int | None]]:
 def _tokens(
     batch: Batch, rollout: CreditedRollout, turn: slice, recorded: str, limit: int
 ) -> tuple[str, dict[str, str]]:
-    """Return the text of an action, the tokens ``turn`` of the rollout, and its token attributes; no attributes if the
-    tokens cannot be located in the text."""
+    """Return the text of one action and the token attributes of its HTML element. ``turn`` is the action's slice of the
+    rollout's tokens. If the tokens cannot be located in the text, return ``recorded`` and {}."""
     if batch.token_text is None:
         return recorded, {}
     text, offsets = batch.token_text(rollout.token_ids[turn])
@@ -270,8 +272,8 @@ def _tokens(
 
 @lru_cache(1 << 14)
 def _vlq(value: int) -> str:
-    """Return a variable-length quantity: digits of five bits, the lowest first, all but the last marked by 32; the
-    lowest bit of all is the sign."""
+    """Return an integer as base-64 VLQ, as in source maps. The integer is doubled, plus 1 if negative, and written in
+    digits of five bits, the lowest first; every digit but the last also has bit 32 set."""
     rest, digits = 2 * abs(value) + (value < 0), ""
     while rest > 31:
         digits += _DIGITS[32 + rest % 32]
@@ -280,7 +282,6 @@ def _vlq(value: int) -> str:
 
 
 def _scaled(values: np.ndarray, factor: float) -> np.ndarray:
-    """Return ``values`` times ``factor`` as integers; values that are not finite count as 0."""
     finite = np.nan_to_num(np.asarray(values, dtype=np.float64), nan=0.0, posinf=0.0, neginf=0.0)
     return np.rint(np.clip(finite * factor, -LARGEST_INTEGER, LARGEST_INTEGER)).astype(np.int64)
 

@@ -1,8 +1,8 @@
-"""The page's modules as one classic script: a browser loads no ES module from a file system.
+"""Join ES modules of the page into one classic script, because browsers do not load ES modules from ``file://``.
 
 Imports are ``import {a, b as c} from "./x.js"``, ``import a from "./x.js"`` or ``import * as a from "./x.js"``.
 Exports stand before ``function``, ``async function``, ``class`` or ``const``, after ``export default``, or in a list,
-``export {a, b as c}``, which may end in ``from "./x.js"``. Every other form of the module syntax is refused.
+``export {a, b as c}``, which may end in ``from "./x.js"``. All other module syntax raises ValueError.
 """
 
 import posixpath
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-# A statement begins a line, or follows another one where a vendored file is minified.
+# A statement begins a line or, in a minified vendored file, follows another statement
 _START = r"(?:^|(?<=[;}]))"
 _FROM = r'\s*from\s*"(\.[^"]*)"\s*(?:;|$)'
 _IMPORT = re.compile(_START + r"import\s*(\{[^{}]*\}|\*\s*as\s+[\w$]+|[\w$]+)" + _FROM, re.MULTILINE)
@@ -25,9 +25,9 @@ _OTHER = re.compile(_START + r"(?:import|export)\b.*$|\bimport\s*\(", re.MULTILI
 
 
 def joined(folder: Path, main: str) -> str:
-    """Return the script of module ``main`` in ``folder`` and of all modules that it imports.
+    """Return one script that contains module ``main`` in ``folder`` and all modules that it imports.
 
-    Raises ValueError for modules that import each other in a circle, or use another form of the module syntax.
+    Raises ValueError if modules import each other in a circle or use other module syntax than listed above.
     """
     parts: dict[str, str] = {}
 
@@ -46,7 +46,7 @@ def joined(folder: Path, main: str) -> str:
 
 
 def _wrapped(name: str, text: str) -> str:
-    """Return the module as a function call whose value holds its exports."""
+    """Return the module's code as a function that is called at once and returns an object with the exports."""
     exports: list[str] = []  # "exported name: expression"
 
     def module(other: str) -> str:
@@ -82,12 +82,12 @@ def _wrapped(name: str, text: str) -> str:
 
 
 def _pairs(names: str) -> Iterable[tuple[str, str]]:
-    """Yield the name before and after ``as`` of each item of a list of names."""
+    """Yield (name before ``as``, name after it) for each item of a list; both are the same without ``as``."""
     for item in names.split(","):
         if words := item.split():
             yield words[0], words[-1]
 
 
 def _resolved(name: str, other: str) -> str:
-    """Return the path, below the same folder, of what module ``name`` imports as ``other``."""
+    """Return the path, below the folder of the scripts, of the module that ``name`` imports as ``other``."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(name), other))

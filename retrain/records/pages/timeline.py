@@ -1,8 +1,8 @@
 """``timeline.html``: where the wall clock of a run went, from ``timing_spans.jsonl`` alone.
 
-A table of the phases is in the HTML; the page's components draw the bars and spans of the steps from data in it. The
-boundaries of steps are not recorded: a step lasts from the end of the previous step to the end of its own last span,
-and time without a span is ``other``.
+The HTML contains a table of the phases, and data from which scripts draw the bars and spans of the steps. The
+boundaries of steps are not recorded: a step lasts from the end of the previous step to the end of its own last span.
+Time in a step without a span is the phase ``other``.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,15 @@ from retrain.records.schema.layout import SPANS, TIMELINE
 from retrain.util import text
 from retrain.util.text import percent
 
-# Phases of the training loop, in its order; others follow by name, ``other`` comes last
+# Phases of the training loop, in its order; further phases follow by name, and ``other`` comes last
 PHASES = ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort")
 SPANS_SHOWN = 20_000  # Most spans in the page; a longer run has only its last steps there
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Wall-clock times of one step; ``seconds`` by phase, with ``other``."""
+    """Wall-clock times of one step: ``start``, ``end`` and ``spans`` (name, start, end) in Unix seconds, and the
+    ``seconds`` of each phase, ``other`` included."""
 
     number: int
     start: float
@@ -35,8 +36,8 @@ class StepTimes:
 
 
 def write_timeline(directory: Path, check: Callable[[], None]) -> None:
-    """Write ``timeline.html`` beside ``timing_spans.jsonl``, unless that has no span yet. ``check`` is called when the
-    page is made, before it is written."""
+    """Write ``timeline.html`` beside ``timing_spans.jsonl``, unless that file has no span yet. ``check`` is called
+    between making and writing the page; if it raises, nothing is written."""
     if steps := steps_of(read_jsonl(directory / SPANS)):
         page = timeline_page(steps, directory.resolve().name)
         check()
@@ -46,9 +47,10 @@ def write_timeline(directory: Path, check: Callable[[], None]) -> None:
 def steps_of(rows: Sequence[Row]) -> list[StepTimes]:
     """Return steps from the rows of ``timing_spans.jsonl``.
 
-    A row may have spans that began before the previous step ended (its checkpoint and record, which are recorded
-    later): they count at their own time. Rollouts sampled while earlier steps trained are shown, but are not part of
-    the step's time. The gap before a resume, in which no process worked, belongs to no step.
+    A row may have spans that began before the previous step ended: a checkpoint and the writing of records are reported
+    with the next row. They count in the step of that row, at their recorded times. Rollouts sampled while earlier
+    steps trained are in ``spans`` but not in ``seconds``. The gap before a resume, in which no process ran, belongs to
+    no step.
     """
     steps: list[StepTimes] = []
     for row in rows:
@@ -70,15 +72,16 @@ def steps_of(rows: Sequence[Row]) -> list[StepTimes]:
 
 
 def phases_of(steps: Sequence[StepTimes]) -> list[str]:
-    """Return the names of all phases that occur, in the order of display."""
+    """Return the names of all phases that occur, in the order of display; the last is always ``other``."""
     names = {name for step in steps for name in step.seconds if name != "other"}
     order = [*PHASES, *sorted(names - set(PHASES))]
     return [*(name for name in order if name in names), "other"]
 
 
 def spans_json(steps: Sequence[StepTimes], most: int) -> dict[str, object]:
-    """Return the steps for the page's components: seconds by phase, and spans as [lane, begin, end] in seconds since
-    the first span. ``cut`` if there are more than ``most`` spans, of which the last are left out."""
+    """Return the steps as JSON for the page's scripts: seconds by phase, and spans as [index of the lane, begin, end],
+    in seconds since the first span. Only the first ``most`` spans are included; ``cut`` is true once there are
+    ``most``."""
     if not steps:
         return {"origin": None, "lanes": [], "phases": [], "shown": [], "cut": False}
     phases = phases_of(steps)
@@ -130,7 +133,8 @@ def _phase_rows(steps: Sequence[StepTimes], total: float) -> list[list[str]]:
 
 
 def duration(seconds: float) -> str:
-    """Return ``850 ms``, ``2.5 s``, ``3:05``, ``1:02:03``; ``<0.1 ms`` for positive values that would print as 0."""
+    """Format a time such as ``850 ms``, ``2.5 s``, ``3:05``, ``1:02:03``; positive values that would print as 0 become
+    ``<0.1 ms``."""
     if 0 < seconds < 5e-5:
         return "<0.1 ms"
     if seconds < 0.9995:

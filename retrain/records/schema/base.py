@@ -12,7 +12,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Record:
-    """A row or an object of a file, as a dataclass. The text in a field's annotation is its meaning in the docs."""
+    """A row or an object in a file. The text in a field's annotation is the field's description in the docs."""
 
     # Fields that ``to_row`` leaves out if they are empty
     omitted_if_empty: ClassVar[tuple[str, ...]] = ()
@@ -28,6 +28,6 @@ class Record:
 
     @classmethod
     def from_row(cls, row: Values) -> Self:
-        """Return the record of a row without undeclared keys. Raises TypeError if a key without a default is
-        missing."""
+        """Return the record with the values of ``row``, ignoring keys that the class does not declare. Raises TypeError
+        if a key without a default is missing."""
         return cls(**{name: row[name] for name in cls.field_names() if name in row})

@@ -10,7 +10,7 @@ from retrain.records.schema.base import Record, Row
 
 @dataclass(frozen=True)
 class Bounds(Record):
-    """An estimate with a 95 % interval, whose ends are null where there are too few values."""
+    """An estimate with a 95 % interval, whose ends are null if there are too few values."""
 
     estimate: float | None
     low: float | None
@@ -29,7 +29,7 @@ class MissingRun(Record):
 
 @dataclass(frozen=True)
 class OutlierSeed(Record):
-    """A seed whose difference is far from the typical one, by ``distance``."""
+    """A seed whose paired difference is far from the typical one; ``distance`` is the former minus the latter."""
 
     seed: int
     distance: float

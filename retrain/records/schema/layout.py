@@ -1,6 +1,6 @@
-"""Names of the files of run and campaign directories, with what each holds and the type of its rows.
+"""Names of the files of run and campaign directories, their contents and the types of their rows.
 
-``metrics.jsonl`` has no type: its keys are the catalogue's. Every other module takes the names from here.
+``metrics.jsonl`` has no type: its keys are those of the catalogue. Every other module imports the names from here.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ STEPS, GENERATIONS = f"{EMERGENCE}/steps.jsonl", f"{EMERGENCE}/generations.jsonl
 EVALUATIONS = f"{EMERGENCE}/evaluations.jsonl"
 EVALUATION_FILES = (EVALS, EVALUATIONS)  # Records with the rows of evaluations
 ITERATIONS = "iterations.jsonl"
-TRAIN = "train"  # The split of steps; that of an evaluation is "eval/<name>"
+TRAIN = "train"  # The split of training steps; an evaluation has the split "eval/<name>"
 SUMMARIES, LOGTREE, PAGE = "_rollout_summaries.jsonl", "_logtree.json", ".html"  # Endings, after an iteration's name
 SPANS, TIMELINE = "timing_spans.jsonl", "timeline.html"
 NOTES, LOG, CHECKPOINTS = "notes.jsonl", "run.log", "checkpoints.jsonl"
@@ -36,7 +36,7 @@ SERVER_NEWS = "servers.jsonl"  # In ``workers/`` of a campaign's directory while
 
 @dataclass(frozen=True)
 class RecordFile:
-    """A file, by its path below the directory, and its description for ``retrain explain --files``."""
+    """A file of a directory: ``name`` is its path there, ``content`` its description in ``retrain explain --files``."""
 
     name: str
     content: str

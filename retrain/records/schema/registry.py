@@ -33,11 +33,12 @@ class Declaration(RegistryLine):
 
     @property
     def comparison(self) -> frozenset[tuple[str, int]]:
-        """Return the conditions as (hash of settings, steps), which do not depend on name, metric and seeds."""
+        """The conditions as pairs (hash of settings, steps). They identify the comparison whatever its labels, seeds
+        and metric are."""
         return frozenset((settings, self.max_steps[label]) for label, settings in self.conditions.items())
 
     def repeats(self, earlier: "Declaration") -> bool:
-        """Return whether two or more of its conditions were declared earlier, with exactly its seeds."""
+        """Return whether ``earlier`` has at least two of the same conditions and exactly the same seeds."""
         return len(earlier.comparison & self.comparison) > 1 and set(earlier.seeds) == set(self.seeds)
 
 
@@ -53,6 +54,6 @@ class FinishedRun(RegistryLine):
     sha256: Annotated[str, "Hash of its evaluations, as in its seal."]
 
     def belongs_to(self, declaration: Declaration) -> bool:
-        """Return whether the run has a condition, the problems and a seed of the declaration."""
+        """Return whether the declaration has the run's condition, problems and seed."""
         is_compared = (self.condition, self.max_steps) in declaration.comparison
         return is_compared and self.data == declaration.data and self.seed in declaration.seeds
