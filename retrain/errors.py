@@ -18,7 +18,7 @@ class UsageError(RetrainError):
 
 
 class NotReadable(UsageError):
-    """A file that exists but that the operating system refuses to read; nothing is known about its content."""
+    """The operating system refuses to read a file that exists, so nothing is known about its content."""
 
     def __init__(self, path: object, error: OSError):
         reason = (error.strerror or str(error)).lower()
@@ -26,7 +26,7 @@ class NotReadable(UsageError):
 
 
 class NotOurs(UsageError):
-    """A path that the run would write contains files of another origin, which are left unchanged."""
+    """A path to be written contains files that this run did not write. They are left unchanged."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,13 @@ class PluginMissing(PluginError):
 
 
 class CheckpointError(RetrainError):
-    """A damaged checkpoint or run directory, or one of another run."""
+    """A checkpoint or run directory that is damaged or belongs to another run."""
 
 
 class RunFailed(RetrainError):
     """A run that cannot continue (non-finite loss, every reward failed); the run's log has the traceback. ``shared``:
-    the cause stops all runs of the campaign, and none counts as failed. ``advice``: what to do before resuming."""
+    the cause stops all runs of the campaign, so no single run counts as failed. ``advice``: what to do before
+    resuming."""
 
     shared = False
     advice = ""

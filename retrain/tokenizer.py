@@ -118,7 +118,7 @@ def light_tokenizer(model: str, revision: str | None = None) -> LightTokenizer:
         template = file.read_text(encoding="utf-8") if file else settings.get("chat_template")
     except Exception as error:  # the tokenizers library raises plain Exceptions
         raise ModelError(f"the tokenizer of {model} cannot be read: {str(error).splitlines()[0][:200]}") from error
-    if isinstance(template, list):  # several by name
+    if isinstance(template, list):  # several templates with names
         template = next((each["template"] for each in template if each.get("name") == "default"), None)
     tokens = {name: special[name] for name in SPECIAL if special.get(name)}
     named = {name: token["content"] if isinstance(token, dict) else str(token) for name, token in tokens.items()}

@@ -56,7 +56,7 @@ def cuda_capture(device: torch.device) -> Capture:
                 failed = _cause(error)
             if failed is not None:
                 torch.cuda.set_stream(before)  # a failed capture leaves its stream current
-                with suppress(RuntimeError):  # and the allocator may stay in the pool
+                with suppress(RuntimeError):  # the allocator may still use the graph's pool
                     torch.cuda.memory._cuda_endAllocateToPool(device.index or 0, pool)
                 raise failed
         if any("graph is empty" in str(warning.message).lower() for warning in caught):
@@ -74,7 +74,8 @@ def _cause(error: BaseException) -> BaseException:
 
 
 class StepGraphs:
-    """Runs steps eagerly or from captured graphs. There is one graph per key: the sizes that are fixed in its launches.
+    """Runs steps eagerly or from captured graphs. There is one graph per key; a key consists of the sizes that are
+    fixed in the graph's launches.
 
     ``new_capture`` makes the capture function, and makes it again after ``forget``. After a failed capture it is None
     and every step runs eagerly. ``captures`` counts the captured steps.

@@ -15,7 +15,7 @@ _UNSEEN = (
     *range(0x2028, 0x202F),  # line and paragraph separators, direction overrides
     *range(0x2060, 0x2070),  # invisible operators and direction isolates
     *range(0xD800, 0xE000),  # lone surrogates
-    *range(0xFDD0, 0xFDF0),  # no characters
+    *range(0xFDD0, 0xFDF0),  # noncharacters
     *(0xFFFE, 0xFFFF),
     *range(0xE0000, 0xE0080),  # invisible tags
 )
