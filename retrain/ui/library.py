@@ -30,8 +30,8 @@ CachedHome = tuple[float, Hashable, Home | None]  # (time of reading, stamp, res
 
 
 class Library:
-    """Campaigns and runs of some directories; thread-safe. ``cache``: directory for columns of long runs that have
-    none; without it they are held in memory."""
+    """Campaigns and runs of some directories; thread-safe. ``cache``: directory for columns of metrics of long runs
+    that wrote no columns themselves; without it these columns are held in memory."""
 
     def __init__(self, places: Places, cache: Path | None = None):
         self.places, self._cache, self._store = places, cache, Store()

@@ -1,4 +1,5 @@
-"""Read runs as ``RunResult`` for comparisons; long ones from columns, as their rows would not fit in memory."""
+"""Read runs as ``RunResult`` for comparisons. Long runs are read from columns, because their rows would not fit in
+memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -125,7 +125,7 @@ class RunNumbers:
                     ColumnWriter(self.metrics, self._cache).follow()
                 os.utime(self._cache)
                 columns = Columns(self.metrics, self._cache)
-        columns.refresh()  # outside of the lock: whoever asks meanwhile gets no rows at once
+        columns.refresh()  # outside of the lock, so that other threads need not wait: they get no rows
         with self._lock:
             if self._signature is None:  # else another thread was faster, and columns of its rows are in the store
                 self._columns = columns
@@ -239,8 +239,8 @@ def steps_of(numbers: Numbers) -> np.ndarray:
 
 
 def axis_of(numbers: Numbers, x: str) -> np.ndarray:
-    """Return the position of every row on the axis ``x``, float64 [rows]; NaN for rows without a wall clock, as those
-    before a resume under an earlier release. Raises ApiError (400) if the run does not record the axis."""
+    """Return the position of every row on the axis ``x``, float64 [rows]; NaN for rows of earlier releases, which did
+    not record the wall clock. Raises ApiError (400) if the run does not record the axis."""
     if x == "step":
         return steps_of(numbers)
     if x == "tokens":
@@ -258,8 +258,8 @@ def axis_of(numbers: Numbers, x: str) -> np.ndarray:
 
 
 def xs_of(numbers: Numbers, x: str, steps: np.ndarray, updates: bool) -> np.ndarray:
-    """Return the positions of ``steps`` on the axis ``x``, float64, NaN if unknown. With ``updates``, a step is the
-    number of updates done, as for evaluations, and its position is the end of the last of them."""
+    """Return the positions of ``steps`` on the axis ``x``, float64, NaN if unknown. With ``updates``, ``steps`` are
+    numbers of updates done, as for evaluations, and a position is the end of the last of these updates."""
     if x == "step":
         return steps
     with numbers.lock():

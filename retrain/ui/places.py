@@ -34,7 +34,7 @@ READ = (METRICS, COLUMNS, EVALS, CONFIG, ENVIRONMENT, CODE_DIFF, NOTES, LOG, SPA
 
 
 class Places:
-    """The given directories by unique name. Raises UsageError if one is no directory."""
+    """The directories of the command line (``roots``), by unique name. Raises UsageError if one is no directory."""
 
     def __init__(self, directories: Sequence[Path]):
         self.roots: dict[str, Path] = {}
