@@ -207,7 +207,6 @@ def resolve_device(devices: str) -> torch.device:
 
 
 def total_memory(device: torch.device) -> int:
-    """Return the bytes of the device's memory, or of this process's share of it."""
     import torch
 
     if device.type == "cuda":

@@ -127,7 +127,6 @@ def is_aside(name: str) -> bool:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace ``path`` atomically with the strict, indented JSON of ``value``."""
     write_text(path, dumps(value, indent=2) + "\n")
 
 
@@ -223,7 +222,6 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(path: Path | None) -> Stamp | None:
-    """Return the file's stamp, or None if the file is missing or not accessible."""
     try:
         status = path.stat() if path is not None else None
     except OSError:

@@ -301,7 +301,6 @@ def _is_inside(name: str) -> bool:
 
 
 def _is_empty(path: Path) -> bool:
-    """Return whether this is a directory without any file, at any depth."""
     return path.is_dir() and not path.is_symlink() and not files_in(path)
 
 

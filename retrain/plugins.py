@@ -157,5 +157,4 @@ def check_backend_class(backend: object, name: str) -> None:
 
 
 def _look_in(folders: Sequence[Path]) -> None:
-    """Let ``import`` search these folders first."""
     sys.path[:0] = [str(folder) for folder in folders if str(folder) not in sys.path]

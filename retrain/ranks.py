@@ -122,7 +122,6 @@ class RankGroup:
                 self._exchange(_Share(END, b""))
 
     def leave(self) -> None:
-        """Disconnect, even if other ranks are gone."""
         with suppress(RuntimeError, AssertionError, ValueError):
             dist.destroy_process_group()
 

@@ -58,7 +58,6 @@ class Workers:
 
 @contextmanager
 def thread_values(state: threading.local, **values: object) -> Iterator[None]:
-    """Set attributes of ``state`` within the context, and restore them afterwards."""
     before = {name: getattr(state, name) for name in values}
     vars(state).update(values)
     try:

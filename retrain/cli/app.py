@@ -71,7 +71,6 @@ class CommandLine(TyperGroup):
         return name, command_of(name) if name else command, others
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
-        """Parse the options that precede the command; exit with status 2 if an option is unknown."""
         with plain_usage_errors():
             return super().make_context(*arguments, **options)
 

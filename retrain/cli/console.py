@@ -340,7 +340,6 @@ def _table(
 
 
 def _text_width(cell: RenderableType) -> int:
-    """Return the width of a text; 0 for a progress bar, whose column has a fixed width."""
     return len(cell) if isinstance(cell, str | Text) else 0
 
 

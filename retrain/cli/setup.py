@@ -182,7 +182,6 @@ def machine_facts() -> Iterator[tuple[str, str, bool | None]]:
 
 
 def torch_facts() -> Iterator[tuple[str, str, bool]]:
-    """Yield (name, text, good) of torch's threads and every CUDA device; imports torch."""
     import torch
 
     yield "torch threads", str(torch.get_num_threads()), True

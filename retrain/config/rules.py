@@ -1,5 +1,5 @@
-"""Check keys of several sections. A rule gets the configuration of one run and yields the issues it finds; each
-section's ``issues`` cover the section itself."""
+"""Check keys of several sections against each other. A rule gets the configuration of one run and yields the issues
+that it finds. Keys of one section are checked by the section's method ``issues``."""
 
 from __future__ import annotations
 
@@ -174,7 +174,6 @@ def server_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def data_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report levels of problems that are not generated, and subsets of sources without configurations."""
     data = config.data
     sources = (data.source, data.eval_source, *(each.source for each in config.evaluation.sets))
     if data.subset is not None and not any(has_configurations(source) for source in sources):
@@ -184,14 +183,12 @@ def data_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def audit_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report a reward component named `audit`, which is reserved for [audit]."""
     if config.audit.is_enabled and "audit" in {part.shown_name for part in (config.reward, *config.reward.components)}:
         message = 'is "audit", which is what the score of [audit] is called'
         yield ConfigIssue(("reward.name", "audit.type"), message, 'name = "own"')
 
 
 def backpressure_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report ``target = "batch_size"``, which is not available: it would change the learning problem."""
     if config.backpressure.target == "batch_size":
         message = 'is "batch_size", which changes the learning problem and is not available'
         if config.is_campaign and not config.campaign.allow_confounded:
@@ -263,7 +260,8 @@ def evaluation_rules(config: Config) -> Iterator[ConfigIssue]:
 def _cut_issues(config: Config) -> Iterator[ConfigIssue]:
     greedy = [held_out.sampling.temperature == 0 for held_out in config.held_out]
     tables: list[tuple[str, Section, bool]] = [("evaluation", config.evaluation, all(greedy) and bool(greedy))]
-    for index, (own, is_greedy) in enumerate(zip(config.evaluation.sets, greedy, strict=False)):  # or an unnamed set
+    # Not strict: without named sets, ``greedy`` has one entry, that of the unnamed set.
+    for index, (own, is_greedy) in enumerate(zip(config.evaluation.sets, greedy, strict=False)):
         tables.append((f"evaluation.sets.{index}", own, is_greedy))
     for path, table, is_greedy in tables:
         for key in CUTS:
@@ -363,7 +361,6 @@ def deciding_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _last3_issues(metric: str, schedule: str, max_steps: int, eval_every: int) -> Iterator[ConfigIssue]:
-    """Report `last3` without three evaluations near the end of training."""
     steps = whole_evaluations(schedule, max_steps, eval_every)[-DECIDING:]
     if max_steps < DECIDING:
         message = f'is "{metric}", the mean of three evaluations, and there are fewer steps: max_steps = {max_steps}'

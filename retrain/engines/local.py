@@ -321,8 +321,6 @@ def is_supported(base: BaseModel) -> bool:
 
 
 def dense_decoder(base: BaseModel, settings: DecodeSettings) -> DenseDecoder | None:
-    """Return the fast decoder of this base. Return None if the base is not ``is_supported``, or the decoder fails the
-    trial ``reproduces``."""
     if not is_supported(base):
         return None
     decoder = DenseDecoder(base, settings)

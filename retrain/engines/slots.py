@@ -44,7 +44,6 @@ class LaneRequest(SampleRequest):
 
     @property
     def truncates(self) -> bool:
-        """Return whether top-k, top-p or min-p restricts the tokens that can be sampled."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 

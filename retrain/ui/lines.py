@@ -132,7 +132,6 @@ def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band:
 
 
 def _common(lines: Sequence[Line]) -> tuple[np.ndarray, list[np.ndarray | slice]]:
-    """Return the steps that all lines have, and their indices in each line."""
     common = lines[0].steps
     for line in lines[1:]:
         if not np.array_equal(common, line.steps):  # usually they have the same

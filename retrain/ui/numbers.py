@@ -292,7 +292,6 @@ def _first(numbers: Numbers, names: tuple[str, ...]) -> np.ndarray | None:
 
 
 def tidy(cache: Path) -> None:
-    """Remove columns that no page has shown for ``UNUSED_S``."""
     for path in cache.glob("*.*") if cache.is_dir() else ():
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > UNUSED_S:

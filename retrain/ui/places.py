@@ -88,7 +88,6 @@ class Places:
         return text
 
     def _real(self, path: Path) -> Path | None:
-        """Return the path with links resolved; None if it is missing or outside all roots."""
         try:
             real = Path(os.path.realpath(path, strict=True))
         except (OSError, ValueError):
