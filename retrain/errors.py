@@ -94,7 +94,8 @@ OWN_FAULTS = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, 
 
 
 class StorageError(RunFailed):
-    """A file of a run directory that cannot be written. ``shared``: for a full, read-only or unmounted file system."""
+    """A file of a run directory that cannot be written. ``shared`` is true if the file system is full, read-only or
+    unmounted, which affects all runs."""
 
     advice = "Make room, or make the directory writable"
 
@@ -126,7 +127,8 @@ class RankLost(DeviceLost):
 
 class ServerFailed(RunFailed):
     """Sampling servers do not answer, or repeatedly return wrong results. The step is abandoned before its update, and
-    earlier steps are saved. In an evaluation, which follows an update, only the last checkpoint remains."""
+    earlier steps are saved. If servers fail in an evaluation, the update before it is not saved, and the run continues
+    from its last checkpoint."""
 
     shared = True
     advice = "See what the server's log says"

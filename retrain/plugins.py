@@ -56,7 +56,7 @@ def load_module(name: str, folders: Sequence[Path]) -> ModuleType:
 def load_function(plugin: str, base_dir: Path | None, label: str) -> Callable[..., Any]:
     """Return the function that ``module:function`` names.
 
-    Raises PluginMissing, whose text begins with ``label`` and the name, if the module is missing, fails to import, or
+    Raises PluginMissing, whose text begins with ``label`` and ``plugin``, if the module is missing, fails to import, or
     has no such function.
     """
     return _load(plugin, base_dir, label)[1]
@@ -84,7 +84,7 @@ def plugin_ranges(plugin: str, base_dir: Path | None, label: str) -> dict[str, d
     """Return the ranges of metrics that ``module:function`` declares as attributes of the function (or class) or of its
     module.
 
-    Raises PluginError, whose text begins with ``label`` and the name, if it cannot be loaded or a range is invalid.
+    Raises PluginError, whose text begins with ``label`` and ``plugin``, if it cannot be loaded or a range is invalid.
     """
     loaded, function = _load(plugin, base_dir, label)
     try:

@@ -47,7 +47,6 @@ class Workers:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the threads and restore torch's number of threads."""
         import torch
 
         if self._pool is not None:

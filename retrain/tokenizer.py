@@ -22,8 +22,8 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls
 
 @dataclass(eq=False)
 class Tokenizer:
-    """Decodes tokens for training, algorithms and pages. ``source``: a callable tokenizer with ``decode`` and possibly
-    a chat template, of transformers or similar."""
+    """Decodes tokens for training, algorithms and pages. ``source``: a callable tokenizer of transformers or another
+    library, with ``decode`` and possibly a chat template."""
 
     source: Any
 
@@ -68,7 +68,6 @@ class ByteTokenizer:
         return {"input_ids": list(text.encode("utf-8", errors="surrogateescape"))}
 
     def decode(self, token_ids: Sequence[int], **_: object) -> str:
-        """Return the text; ids above 255 are skipped."""
         return bytes(token for token in token_ids if 0 <= token < 256).decode("utf-8", errors="surrogateescape")
 
 

@@ -205,7 +205,6 @@ class LiveConsole(Board):
         )
 
     def view(self, spec: SpecLike) -> RunView:
-        """Return the run's view; the first call starts the drawing."""
         view = super().view(spec)
         if not self.live.is_started:
             self.live.start()

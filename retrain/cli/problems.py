@@ -51,7 +51,6 @@ class Problems:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Median length of the measured prompts in tokens; None if none was measured."""
         return round(median(self.lengths)) if self.lengths else None
 
 

@@ -28,7 +28,7 @@ REQUIRED = (
 )  # fmt: skip
 
 MARKS = {True: "ok", False: "BAD", None: "-"}
-"""Prefix of a line of ``doctor``: good, bad, or absent and needed only by some files."""
+"""Prefix of a line of ``doctor``: good, bad, or missing and needed only by some campaigns."""
 
 
 SCHEMA_FILE = "retrain.schema.json"  # Name of the schema beside a new campaign file, whose first line names it

@@ -193,7 +193,6 @@ Device = Annotated[str, Field(pattern=DEVICE_PATTERN)]
 
 
 def _gpus_named(value: str | list[str]) -> str | list[str]:
-    """Reject a GPU that is listed twice and a range that does not rise."""
     if isinstance(value, list):
         if twice := [name for name in dict.fromkeys(value) if value.count(name) > 1]:
             raise fault(f"has {twice[0]} twice", json.dumps(list(dict.fromkeys(value))))

@@ -280,8 +280,8 @@ def why_fixed(dotted: str) -> str:
 def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, object], dict[str, Path], list[Mistake]]:
     """Convert a condition from the form in a file (overrides dotted, bare or flat) to that of ``Condition`` (tables).
 
-    ``path`` has the keys and indices that lead to it. Returns the converted condition, the path of each override by its
-    dotted key, and the mistakes. Wrong overrides are left out of the first two.
+    ``path`` has the keys and indices that lead to the condition. Returns the converted condition, the path of each
+    override by its dotted key, and the mistakes. Wrong overrides are left out of the first two.
     """
     modes: dict[str, object] = {}
     tables: dict[str, dict[str, object]] = {}

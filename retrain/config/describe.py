@@ -73,7 +73,6 @@ KINDS: tuple[tuple[type | types.UnionType, str], ...] = (
 
 
 def no_effect(key: str, other: str, value: object, fix: str = "remove the line") -> ConfigIssue:
-    """Return the issue that ``key`` has no effect while the key ``other`` has this value."""
     return ConfigIssue((key, other), f"has no effect with {other.rpartition('.')[2]} = {show(value)}", fix)
 
 

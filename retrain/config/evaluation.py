@@ -46,7 +46,6 @@ PART_EVERY = 8
 
 
 def _set_name(value: str) -> str:
-    """Accept a name that can be part of a file name and of a metric's key."""
     if value == "train":
         raise fault('is "train", which is what a run calls its training problems', 'name = "train_part"')
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) and len(value) <= NAME_MAX:

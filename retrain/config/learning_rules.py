@@ -49,7 +49,6 @@ def off_policy_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def anneal_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report rank stages that do not fall in order within the run."""
     step_before, rank_before = 0, config.model.lora_rank
     for step, rank in config.lora.anneal:
         if step <= step_before or rank >= rank_before:

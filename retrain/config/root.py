@@ -181,7 +181,6 @@ class Config(Section):
 
     @model_serializer(mode="wrap")
     def _without_absent_campaign(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Remove [campaign] from the dump of a single run, which has no such section."""
         dumped = handler(self)
         if not self.is_campaign:
             dumped.pop("campaign", None)

@@ -36,7 +36,6 @@ def environment_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def correctness_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report a threshold or metric of correctness that the reward makes unused."""
     reward, provider = config.reward, config.environment.provider
     if provider == "reasoning_gym":
         for key in ("environment.correct_metric", "reward.correct_above"):
@@ -119,7 +118,7 @@ def server_executor_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def shard_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report settings that ranks do not support, and GPUs that they would share."""
+    """Report settings that ranks do not support, and servers that would share GPUs with ranks."""
     backend, executor = config.backend, config.campaign.executor
     if backend.shard == "none":
         if config.gpus_per_worker > 1:
@@ -240,7 +239,6 @@ def idle_slurm(config: Config) -> Iterator[ConfigIssue]:
 
 
 def evaluation_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report several samples at temperature 0, and keys without effect."""
     evaluation = config.evaluation
     if evaluation.sets and config.data.eval_source is not None and all(each.source for each in evaluation.sets):
         message = "has no effect: every one of [[evaluation.sets]] has its own source"

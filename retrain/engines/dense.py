@@ -254,7 +254,7 @@ class SequenceCache:
                 self._bytes += share
 
     def take(self, ref: PolicyRef, name: SequenceName, prompt_ids: Sequence[int]) -> CachedSequence | None:
-        """Remove the sequence of this name. Return it if the prompt begins with it and is longer, else None."""
+        """Remove the sequence of this name. Return it if the prompt begins with its tokens and is longer, else None."""
         with self._lock:
             sequence = self._pop((ref, name))
         if sequence is None:

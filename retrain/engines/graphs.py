@@ -2,7 +2,7 @@
 
 A step works in place on fixed buffers, so its launches are the same for every token. It runs eagerly a few times (these
 are real steps), is then captured once, and replayed afterwards. When the buffers move, ``forget`` drops the graphs. A
-step that cannot be captured keeps running eagerly, with one message; running out of memory is raised to the engine,
+step that cannot be captured keeps running eagerly, with one message. An out-of-memory error is raised to the engine,
 which reduces the batch.
 
 A captured step must neither wait for the device nor read host memory (rules of ``torch.cuda.graph``): it makes no

@@ -266,7 +266,7 @@ def indices_by_lane(requests: Sequence[LaneRequest]) -> list[SampleIndex]:
 
 def pieces_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], count: int) -> list[list[SampleIndex]]:
     """Cut the samples into at most ``count`` pieces (at least one) of whole requests. Every piece gets about as many
-    requests of each lane, because all lanes of a batch have as many rows as the largest one."""
+    requests of each lane, because every lane of a batch has as many rows as the lane that needs most."""
     by_lane: dict[int, dict[int, list[SampleIndex]]] = {}
     for index in indices:
         by_lane.setdefault(requests[index.request].lane, {}).setdefault(index.request, []).append(index)

@@ -200,7 +200,7 @@ def forward(
     """Return logits [R, V] after one token per row; its keys and values go to column ``position_R`` of the row.
 
     ``keys`` and ``values``: per block [R, kv_heads, capacity, D], of which the first ``columns`` are read. ``ragged``:
-    some rows have not written all of these.
+    some rows have written fewer columns.
     """
     rows, dim = token_R.shape[0], frame.head_dim
     capacity, both = keys[0].shape[2], frame.heads + frame.kv_heads

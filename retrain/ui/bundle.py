@@ -43,8 +43,8 @@ WAIT_MS = 60_000
 
 FREE = ("points", "wait_ms", "since", "count")
 PLAIN = ("first=0", "down=0", "sort=index", "sample=0")
-"""Parts of a query that are left out of an answer's name: parameters, and parameters with their default values.
-``static/copy.js`` has the same lists."""
+"""Parts of a query that are left out of an answer's name: the parameters ``FREE``, and parameters that have the default
+values ``PLAIN``. ``static/copy.js`` has the same lists."""
 
 OF_THE_MACHINE = ("places", "campaign", "compare", "log", "notes", "why", "timeline", "lora", "run", "runs")
 """Endpoints in whose answers absolute paths are shortened. Texts of models and problems are not changed."""

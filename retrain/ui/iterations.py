@@ -124,7 +124,8 @@ class Index:
         return self.lines(name, _COMPLETION, begin, end)
 
     def get(self, split: str, number: int | None) -> IterationEntry:
-        """Return an iteration; for None the newest recorded, else the newest one. Raises UsageError if none exists."""
+        """Return the iteration ``number``; for None the newest recorded iteration, or the newest one if none is
+        recorded. Raises UsageError if it does not exist."""
         iterations = {iteration.number: iteration for iteration in self.of_split(split)}
         if not iterations:
             raise UsageError(f"{self.run.name} has sampled nothing as {split} yet")

@@ -69,8 +69,8 @@ class Store:
 class RunNumbers:
     """Metrics of a directory with ``metrics.jsonl`` and ``evals.jsonl``; thread-safe.
 
-    ``metrics`` and ``evals`` are resolved paths inside the given directories; the files may be missing. There are no
-    rows while ``reading``, until the columns of a long run are made.
+    ``metrics`` and ``evals`` are resolved paths inside the given directories; the files may be missing. While
+    ``reading`` is true, the columns of a long run have not been made yet, and there are no rows.
     """
 
     def __init__(self, metrics: Path, evals: Path, store: Store, cache: Path | None = None):
@@ -83,9 +83,9 @@ class RunNumbers:
         self._keys: dict[str, None] | None = None
 
     def refresh(self, make: bool = False) -> None:
-        """Read what is new in the files. A long run may have neither recorded columns nor cached ones that are up to
-        date: ``make`` writes them into the cache, which takes seconds; until then, it has no rows and ``reading`` is
-        True."""
+        """Read what is new in the files. If a long run has neither recorded columns nor current ones in the cache,
+        ``reading`` becomes true and there are no rows, until a call with ``make`` writes the columns into the cache,
+        which takes seconds."""
         if self._lacks_columns() and (make or self._is_cached()):
             self._make()
         with self._lock:
@@ -231,7 +231,7 @@ def cache_directory() -> Path:
 
 
 def steps_of(numbers: Numbers) -> np.ndarray:
-    """Return the step of every row, float64 [rows]; the row's index where it records none."""
+    """Return the step of every row, float64 [rows]; the index of a row that records no step."""
     with numbers.lock():
         column, rows = _first(numbers, STEP_KEYS), len(numbers)
     count = np.arange(rows, dtype=np.float64)
