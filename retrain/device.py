@@ -162,8 +162,8 @@ def visible_gpus() -> list[tuple[str, str]]:
 
 def gpus_of(devices: str | Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
     """Return (``gpu:<index>``, name in ``CUDA_VISIBLE_DEVICES``) of the GPUs that [backend] ``devices`` selects; [] for
-    a CPU. ``names``: the ``gpu:<index>`` that ``devices`` lists; empty selects all. A worker with assigned GPUs uses
-    exactly those. Raises UsageError for a missing GPU."""
+    a CPU. ``names``: the ``gpu:<index>`` that ``devices`` lists; empty selects all. A worker to which GPUs are assigned
+    (``OWN_GPU``) uses exactly these. Raises UsageError for a missing GPU."""
     is_assigned = bool(os.environ.get(OWN_GPU))
     if devices == "cpu":
         return []

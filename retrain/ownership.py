@@ -248,7 +248,7 @@ def not_readable(path: Path, error: Exception, advice: str) -> UsageError:
 
 
 def machine() -> dict[str, str]:
-    """Return hostname and boot id: process ids identify processes only on the same machine since the same boot."""
+    """Return hostname and boot id. A process id identifies a process only together with these two."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

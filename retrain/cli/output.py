@@ -149,8 +149,8 @@ def print_record(kind: str, **values: object) -> None:
 
 
 def comparison_table(report: Values, width: int = WIDE) -> RenderableType:
-    """Return conditions against the baseline with intervals over seeds, and the findings as sentences below. Terminals
-    under ``WIDE`` columns get no verdicts, under ``NARROW`` no intervals and p-values. ``report`` is a
+    """Return a table that compares the conditions with the baseline, and sentences on the findings below it. Terminals
+    under ``WIDE`` columns get no verdicts, terminals under ``NARROW`` no intervals and p-values. ``report`` is a
     ``schema.comparison.Comparison`` as JSON."""
     left_out = set() if width >= WIDE else {"verdict"}
     left_out |= {"95 % interval", "p"} if width < NARROW else set()

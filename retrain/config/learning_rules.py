@@ -31,7 +31,8 @@ def overlong_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def off_policy_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report stale rollouts without a declared correction or with a plug-in backend, and `in_flight` without effect."""
+    """Report stale rollouts without a declared correction or with a plug-in backend, and `swap = "in_flight"` if it has
+    no effect."""
     steps, algorithm = config.training.max_off_policy_steps, config.algorithm
     if config.inference.swap == "in_flight" and (steps == 0 or config.environment.turns == 1):
         message = "no rollout is behind" if steps == 0 else "every episode has one turn"

@@ -48,7 +48,8 @@ class Sampling:
 
     @property
     def requested(self) -> Sampling:
-        """Parameters for engines. Greedy sampling is not truncated. With top_p or min_p alone, top_k is MOST_KEPT."""
+        """Parameters that engines get. Greedy sampling is not truncated. If top_p or min_p is set and top_k is not,
+        top_k is MOST_KEPT."""
         if self.temperature == 0:
             return Sampling(self.max_tokens, self.temperature)
         cut = self.top_p < 1 or self.min_p > 0
