@@ -52,9 +52,10 @@ call on the context fails and its memory may be corrupt."""
 GAIN_TRIES = 9  # Matrix products that `bfloat16_gain` times per dtype
 NOTABLE_GAIN = 1.5  # Speed-up of matrix products from which a training step is faster in bfloat16
 ALLOCATOR = "expandable_segments:True"
-"""PYTORCH_ALLOC_CONF: segments that grow, because compacting and refilling decode batches fragments fixed segments."""
+"""Value of PYTORCH_ALLOC_CONF: segments that grow. Segments of fixed size become fragmented when decode batches are
+compacted and refilled."""
 OWN_ALLOCATOR = "RETRAIN_OWN_ALLOCATOR"
-"""Environment variable, set where PYTORCH_ALLOC_CONF is retrain's and not the user's."""
+"""Environment variable, set if retrain has set PYTORCH_ALLOC_CONF, not the user."""
 
 OUT_OF_MEMORY = (
     "can't allocate memory",
@@ -64,9 +65,8 @@ OUT_OF_MEMORY = (
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
 )
-"""Parts of the messages of plain RuntimeErrors, of allocators, drivers and libraries, that mean out of memory."""
-_IS_DIVIDED = False
-"""True after ``limit_memory``."""
+"""Parts of the messages by which allocators, drivers and libraries report out of memory in a plain RuntimeError."""
+_IS_DIVIDED = False  # True after ``limit_memory``
 _BEGIN = time.time() - time.monotonic()
 
 
@@ -162,9 +162,9 @@ def visible_gpus() -> list[tuple[str, str]]:
 
 
 def gpus_of(devices: str | Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the GPUs of [backend] ``devices``, as ``visible_gpus`` does; [] for a CPU. ``names``: the GPUs that
-    ``devices`` lists. A worker with assigned GPUs uses exactly the assigned ones. Raises UsageError for a missing
-    GPU."""
+    """Return (``gpu:<index>``, name in ``CUDA_VISIBLE_DEVICES``) of the GPUs that [backend] ``devices`` selects; [] for
+    a CPU. ``names``: the ``gpu:<index>`` that ``devices`` lists; empty selects all. A worker to which GPUs are assigned
+    (``OWN_GPU``) uses exactly these. Raises UsageError for a missing GPU."""
     is_assigned = bool(os.environ.get(OWN_GPU))
     if devices == "cpu":
         return []
@@ -173,7 +173,7 @@ def gpus_of(devices: str | Sequence[str], names: Sequence[str]) -> list[tuple[st
     if not count and (is_assigned or not names):
         if devices == "all":
             raise UsageError('devices = "all": this machine shows no GPU; type devices = "auto" or "cpu"')
-        resolve_device("auto")  # says why, where there is one that cannot be used
+        resolve_device("auto")  # raises UsageError if the machine has a GPU that torch cannot use
         return []
     meant = (not is_assigned and names) or [name for name, _ in there]
     if missing := [name for name in meant if int(name.removeprefix("gpu:")) >= count]:
@@ -208,7 +208,6 @@ def resolve_device(devices: str) -> torch.device:
 
 
 def total_memory(device: torch.device) -> int:
-    """Return the bytes of the device's memory, or of this process's share of it."""
     return int(memory_share() * physical_memory(device))
 
 
@@ -248,8 +247,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 @functools.cache
 def bfloat16_gain() -> float:
-    """Return the speed of the CPU's bfloat16 matrix products relative to float32, measured: well above 1 with bfloat16
-    units, below 1 without. The fastest of a few tries counts, because other programs only slow them."""
+    """Measure the speed of the CPU's bfloat16 matrix products relative to float32: well above 1 on a CPU with bfloat16
+    units, below 1 on others. The fastest of a few tries counts, because other programs can only slow a try."""
     import torch
 
     seconds = {}

@@ -28,7 +28,7 @@ class ServerNotStarted(UsageError):
 
 
 class NotReadable(UsageError):
-    """A file that exists but that the operating system refuses to read; nothing is known about its content."""
+    """The operating system refuses to read a file that exists, so nothing is known about its content."""
 
     def __init__(self, path: object, error: OSError):
         reason = (error.strerror or str(error)).lower()
@@ -36,7 +36,7 @@ class NotReadable(UsageError):
 
 
 class NotOurs(UsageError):
-    """A path that the run would write contains files of another origin, which are left unchanged."""
+    """A path to be written contains files that this run did not write. They are left unchanged."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,13 @@ class PluginMissing(PluginError):
 
 
 class CheckpointError(RetrainError):
-    """A damaged checkpoint or run directory, or one of another run."""
+    """A checkpoint or run directory that is damaged or belongs to another run."""
 
 
 class RunFailed(RetrainError):
     """A run that cannot continue (non-finite loss, every reward failed); the run's log has the traceback. ``shared``:
-    the cause stops all runs of the campaign, and none counts as failed. ``advice``: what to do before resuming."""
+    the cause stops all runs of the campaign, so no single run counts as failed. ``advice``: what to do before
+    resuming."""
 
     shared = False
     advice = ""
@@ -103,7 +104,8 @@ OWN_FAULTS = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, 
 
 
 class StorageError(RunFailed):
-    """A file of a run directory that cannot be written. ``shared``: for a full, read-only or unmounted file system."""
+    """A file of a run directory that cannot be written. ``shared`` is true if the file system is full, read-only or
+    unmounted, which affects all runs."""
 
     advice = "Make room, or make the directory writable"
 
@@ -135,7 +137,8 @@ class RankLost(DeviceLost):
 
 class ServerFailed(RunFailed):
     """Sampling servers do not answer, or repeatedly return wrong results. The step is abandoned before its update, and
-    earlier steps are saved. In an evaluation, which follows an update, only the last checkpoint remains."""
+    earlier steps are saved. If servers fail in an evaluation, the update before it is not saved, and the run continues
+    from its last checkpoint."""
 
     shared = True
     advice = "See what the server's log says"

@@ -9,7 +9,8 @@ from retrain.errors import MissingExtra
 
 
 class Extra(NamedTuple):
-    """``packages``: package name by the module that is imported, the main package first."""
+    """Optional packages that are installed together. ``packages``: package name by the module that is imported, the
+    main package first."""
 
     packages: Mapping[str, str]
     purpose: str
@@ -38,7 +39,7 @@ EXTRAS = {
 """Extras by their name in ``pip install '.[name]'``. Of these, wandb is always installed."""
 
 EXTRA_OF = {module: name for name, extra in EXTRAS.items() for module in extra.packages}
-"""Extra that installs a module, by module; if several extras do, the last."""
+"""Name of the extra that installs a module, by module; if several extras do, the last."""
 
 
 def is_installed(module: str) -> bool:

@@ -53,7 +53,7 @@ def dumps(value: object, indent: int | None = None) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Make a file's bytes, or a directory's renames and new names, durable."""
+    """Wait until a file's bytes, or the new and renamed entries of a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -92,9 +92,9 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
 
 
 def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
-    """Replace ``path`` atomically with ``data``, as ``write_text`` does."""
+    """Replace ``path`` atomically with ``data``. ``durable`` and errors: see ``write_text``."""
     aside = aside_of(path)
-    durable = durable and not _is_aside(path.parent.name)
+    durable = durable and not _is_aside(path.parent.name)  # ``publish_directory`` makes a temporary directory durable
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -112,7 +112,7 @@ def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
 
 
 def aside_of(path: Path) -> Path:
-    """Return the temporary path that is renamed to ``path``."""
+    """Return the temporary path that is written first and then renamed to ``path``."""
     return path.with_name(f".{path.name}.{os.getpid()}{ASIDE}")
 
 
@@ -121,12 +121,12 @@ def _is_aside(name: str) -> bool:
 
 
 def is_aside(name: str) -> bool:
-    """Return whether ``name`` is a temporary file or directory that another process left when it was killed."""
-    return _is_aside(name) and not name.endswith(f".{os.getpid()}{ASIDE}")  # of a thread of this process
+    """Return whether ``name`` is a temporary file or directory of another process. This process's threads may still
+    write its own."""
+    return _is_aside(name) and not name.endswith(f".{os.getpid()}{ASIDE}")
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace ``path`` atomically with the strict, indented JSON of ``value``."""
     write_text(path, dumps(value, indent=2) + "\n")
 
 
@@ -150,7 +150,8 @@ def append_jsonl(path: Path, rows: Iterable[object]) -> tuple[int, int]:
 
 
 def append_bytes(path: Path, data: bytes) -> int:
-    """Append unbuffered; return the offset of the data. On failure, raises OSError and restores the file."""
+    """Append ``data`` unbuffered; return the offset at which it begins. On failure, truncate the file to its former
+    size and raise OSError."""
     with open(path, "ab", buffering=0) as file:
         begin, rest = file.tell(), memoryview(data)
         try:
@@ -164,8 +165,9 @@ def append_bytes(path: Path, data: bytes) -> int:
 
 
 def iter_jsonl(path: Path) -> Iterator[Any]:
-    """Yield all complete rows; skip a torn last line (killed while writing). Raises CheckpointError with file and line
-    when another line is not JSON, and PermissionError."""
+    """Yield all complete rows, none if the file is missing. Skips an incomplete last line, which a process killed while
+    writing leaves. Raises CheckpointError, which names file and line, if another line is not JSON; PermissionError if
+    the file may not be read."""
     if not path.exists():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -183,7 +185,8 @@ def read_jsonl(path: Path) -> list[Any]:
 
 
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> int:
-    """Remove the rows for which ``keep`` is false, and a torn last line, atomically; return the number of rows kept."""
+    """Remove atomically the rows for which ``keep`` is false, and an incomplete last line; return the number of rows
+    that stay."""
     if not path.exists():
         return 0
     rows = [row for row in read_jsonl(path) if keep(row)]
@@ -194,7 +197,8 @@ def keep_rows(path: Path, keep: Callable[[Any], bool]) -> int:
 
 
 def truncate_jsonl(path: Path, before_step: int, key: str = "step") -> int:
-    """Remove the rows with ``row[key] >= before_step``, as ``keep_rows`` does; return the number of rows kept."""
+    """Remove the rows with ``row[key] >= before_step`` by ``keep_rows``; return the number of rows that stay. Rows
+    without ``key`` stay."""
     return keep_rows(path, lambda row: row.get(key) is None or row[key] < before_step)
 
 
@@ -210,7 +214,7 @@ def read_json_if_present(path: Path) -> Any:
 
 
 class Stamp(NamedTuple):
-    """Identity and version of a file: another stamp may mean another file or other bytes."""
+    """Identity and version of a file, compared to notice that it was replaced or rewritten."""
 
     inode: int
     size: int
@@ -218,7 +222,6 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(path: Path | None) -> Stamp | None:
-    """Return the file's stamp; None if it is missing or not accessible."""
     try:
         status = path.stat() if path is not None else None
     except OSError:
@@ -232,9 +235,9 @@ def sha256(path: Path) -> str:
 
 
 def publish_directory(aside: Path, final: Path) -> None:
-    """Rename a completely written directory into place, replacing an older one of that name.
+    """Rename the completely written directory ``aside`` to ``final``, replacing an older directory of that name.
 
-    Its content is on disk before the rename, and the rename is on disk when this returns. Raises StorageError.
+    The content is on disk before the rename, and the rename is on disk when this returns. Raises StorageError.
     """
     with writing(final):
         for path in (*aside.rglob("*"), aside):

@@ -1,7 +1,8 @@
 """Mark directories with their owner: a run never removes or overwrites files that it did not write.
 
-Every directory that retrain writes has a mark, ``retrain.json``. It names the writer (a random id, made at the first
-start of a campaign or run) and the directory's path below the directory of that start. There are two kinds of marks:
+Every directory that retrain writes has a mark, ``retrain.json``. It names the owner (a random id, made when a campaign
+or run is started for the first time) and the directory's path relative to the campaign's or run's own directory. There
+are two kinds of marks:
 
 - A directory that grows (a campaign, a run) is claimed before anything else is written. The claim is refused if a file
   with one of the names to be written exists. Then these names belong to the owner, also after a kill.
@@ -42,7 +43,8 @@ ELSEWHERE = "give another directory with --out"
 
 @dataclass(frozen=True)
 class Owner:
-    """Writer of a directory. ``id``: random id of the first start; ``place``: path below that start's directory."""
+    """Writer of a directory. ``id``: random id of the campaign or run; ``place``: path of the directory, relative to
+    the campaign's or run's own directory."""
 
     id: str
     place: str = "."
@@ -54,7 +56,8 @@ class Owner:
 
 @dataclass(frozen=True)
 class Mark:
-    """Content of ``retrain.json``; ``files`` is None for a directory that grows."""
+    """Content of ``retrain.json``. ``files``: the files that the owner published; None for a directory that grows (a
+    campaign, a run)."""
 
     owner: Owner
     files: tuple[str, ...] | None
@@ -89,8 +92,8 @@ def is_whole(directory: Path, owner: Owner | None) -> bool:
 
 
 def check_claim(directory: Path, owner: Owner | None = None, advice: str = ELSEWHERE) -> None:
-    """Raise NotOurs unless ``directory`` is the owner's, or has none of the names of ``LAYOUT``. Without ``owner``, the
-    directory of any campaign or run is accepted. Nothing is written."""
+    """Raise NotOurs unless ``directory`` belongs to ``owner``, or has no mark and no names of ``LAYOUT``. Without
+    ``owner``, the directory of any campaign or run is accepted. Nothing is written."""
     mark = mark_of(directory)
     if mark is not None:
         if mark.files is None and (mark.owner.place == "." if owner is None else mark.owner == owner):
@@ -107,7 +110,8 @@ def check_claim(directory: Path, owner: Owner | None = None, advice: str = ELSEW
 
 
 def claim(directory: Path, owner: Owner | None = None) -> Owner:
-    """Mark ``directory`` as the owner's, or a new owner's, before anything else is written in it.
+    """Mark ``directory`` before anything else is written in it, unless it is marked already; return its owner, a new
+    one if ``owner`` is None.
 
     Raises NotOurs as ``check_claim`` does, StorageError when the mark cannot be written.
     """
@@ -154,7 +158,8 @@ def publish(aside: Path, target: Path, owner: Owner | None) -> None:
 
 
 def install(source: Path, target: Path, owner: Owner | None) -> None:
-    """Write every file below ``source`` into ``target``, and leave others' files there. Raises as ``publish``."""
+    """Write every file below ``source`` into ``target``, and remove the files that ``owner`` published there before.
+    Others' files stay. Raises as ``publish``."""
     names = files_in(source)
     check_publish(target, names, owner)
     mark = mark_of(target)
@@ -211,7 +216,7 @@ def remove_leftovers(directory: Path) -> None:
 
 def refuse_links(directory: Path) -> None:
     """Raise UsageError if a path that a run writes or rereads is a symbolic link, through which writes could leave
-    ``directory``. Links above ``directory`` are allowed; wandb makes links of its own."""
+    ``directory``. ``directory`` itself may be a link, or lie behind one."""
     for folder, folders, files in os.walk(directory):
         names = sorted([*folders, *files])
         if Path(folder) == directory:
@@ -243,7 +248,7 @@ def not_readable(path: Path, error: Exception, advice: str) -> UsageError:
 
 
 def machine() -> dict[str, str]:
-    """Return hostname and boot id: process ids identify processes only on the same machine since the same boot."""
+    """Return hostname and boot id. A process id identifies a process only together with these two."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -267,7 +272,7 @@ def process_start(pid: int) -> str | None:
 
 
 def this_process() -> dict[str, object]:
-    """Return a record of this process, by which ``has_ended`` tells in other processes whether it still runs.
+    """Return a record of this process, from which other processes find out by ``has_ended`` whether it still runs.
     ``numbers``: the process-id namespace (containers have their own); "" if unknown."""
     try:
         numbers = os.readlink("/proc/self/ns/pid")
@@ -296,7 +301,6 @@ def _is_inside(name: str) -> bool:
 
 
 def _is_empty(path: Path) -> bool:
-    """Return whether this is a directory without any file, at any depth."""
     return path.is_dir() and not path.is_symlink() and not files_in(path)
 
 

@@ -56,7 +56,7 @@ def load_module(name: str, folders: Sequence[Path]) -> ModuleType:
 def load_function(plugin: str, base_dir: Path | None, label: str) -> Callable[..., Any]:
     """Return the function that ``module:function`` names.
 
-    Raises PluginMissing, whose text begins with ``label`` and the name, if the module is missing, fails to import, or
+    Raises PluginMissing, whose text begins with ``label`` and ``plugin``, if the module is missing, fails to import, or
     has no such function.
     """
     return _load(plugin, base_dir, label)[1]
@@ -81,9 +81,10 @@ def _load(plugin: str, base_dir: Path | None, label: str) -> tuple[ModuleType, C
 
 
 def plugin_ranges(plugin: str, base_dir: Path | None, label: str) -> dict[str, dict[str, Any]]:
-    """Return the ranges of metrics that ``module:function`` declares, on the function (or class) or on its module.
+    """Return the ranges of metrics that ``module:function`` declares as attributes of the function (or class) or of its
+    module.
 
-    Raises PluginError, whose text begins with ``label`` and the name, if it cannot be loaded or a range is invalid.
+    Raises PluginError, whose text begins with ``label`` and ``plugin``, if it cannot be loaded or a range is invalid.
     """
     loaded, function = _load(plugin, base_dir, label)
     try:
@@ -112,12 +113,12 @@ def declared_ranges(*owners: object) -> dict[str, dict[str, Any]]:
 def described(error: BaseException) -> str:
     """Return an exception in one line, with the innermost file and line outside installed packages.
 
-    A package's own line says little, and packages wrap even ``sys.exit`` (wandb does).
+    A line inside a package says little to the user, and some packages wrap even ``sys.exit`` (wandb does).
     """
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({Path(error.filename or '').name}:{error.lineno})"
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    # The loader's caller did not raise it.
+    # Skip this module and its callers, which did not raise the exception.
     loader = max((i for i, (file, _) in enumerate(frames) if file == __file__), default=-1)
     of_import = importlib.__file__, "<frozen importlib"
     raised = [(file, line) for file, line in frames[loader + 1 :] if not file.startswith(of_import)]
@@ -127,7 +128,7 @@ def described(error: BaseException) -> str:
 
 
 def why_no_range(limits: object) -> str:
-    """Return the fault of a chart's range (``min``, ``max``, ``invert``); "" if it is valid."""
+    """Return what is wrong with a chart's range, a table with ``min``, ``max`` and ``invert``; "" if it is valid."""
     if not isinstance(limits, Mapping):
         return f"{type(limits).__name__}, not a table with min, max or invert"
     if unknown := [key for key in limits if key not in ("min", "max", "invert")]:
@@ -145,8 +146,8 @@ BACKEND_CAPABILITIES = ("reports_sync_loss", "preserves_token_advantages")
 
 
 def check_backend_class(backend: object, name: str) -> None:
-    """Raise PluginError, which begins with ``name``, unless the class has the methods and flags of
-    ``retrain.policy.plugin.Backend``. Attributes that only instances have are not seen."""
+    """Raise PluginError, whose text begins with ``name``, unless the class has the methods and flags of
+    ``retrain.policy.plugin.Backend``. Attributes that are set only on instances count as missing."""
     missing = [method for method in BACKEND_METHODS if not callable(getattr(backend, method, None))]
     if missing:
         raise PluginError(f"{name} has no {missing[0]}(): a backend has {', '.join(BACKEND_METHODS)}")
@@ -156,5 +157,4 @@ def check_backend_class(backend: object, name: str) -> None:
 
 
 def _look_in(folders: Sequence[Path]) -> None:
-    """Let ``import`` search these folders first."""
     sys.path[:0] = [str(folder) for folder in folders if str(folder) not in sys.path]

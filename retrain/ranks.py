@@ -25,8 +25,8 @@ from retrain.errors import RankLost, first_line
 T = TypeVar("T")
 JOIN_SECONDS = 600.0  # Timeout for connecting, which includes the import of torch on every rank
 IDLE_SECONDS = 7 * 86400.0
-"""Timeout of an exchange: graders, servers or a person may take long in between. The death of a rank closes its
-connections, which ends the wait at once."""
+"""Timeout of an exchange. It is long because graders, servers or a person may keep one rank busy. If a rank dies, its
+connections close, which ends the wait at once."""
 DEVICE_SECONDS = 1800.0  # Timeout of GPU collectives, which ranks reach at about the same time
 END = "end"  # Point at which rank 0 tells the other ranks to end
 
@@ -122,7 +122,6 @@ class RankGroup:
                 self._exchange(_Share(END, b""))
 
     def leave(self) -> None:
-        """Disconnect, even if other ranks are gone."""
         with suppress(RuntimeError, AssertionError, ValueError):
             dist.destroy_process_group()
 
@@ -132,7 +131,7 @@ class RankGroup:
         return RankLost(self.blame() or f"another rank is gone ({first_line(error)})")
 
     def _meet(self, point: str, compute: Callable[[], T], dump: Callable[[T], bytes]) -> list[_Share]:
-        self.is_broken = True  # until the exchange at the end is complete: nobody waits there for an interrupted rank
+        self.is_broken = True  # stays so if this rank is interrupted before the exchange below is complete
         if self.in_use is not nullcontext:
             self._exchange(_Share(point, b""))  # sharded weights are gathered only when all are at the same point
         try:
@@ -143,7 +142,7 @@ class RankGroup:
         except Exception as error:
             mine, raised = _Share(point, b"", _portable(error)), error
             if is_out_of_memory(error):
-                traceback.clear_frames(error.__traceback__)  # what they hold would be missing when it is tried again
+                traceback.clear_frames(error.__traceback__)  # frees the tensors that the frames hold, for another try
         else:
             raised = None
         shares = self._exchange(mine)
@@ -174,8 +173,9 @@ class RankGroup:
 
 
 def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Distribute indices to ``count`` shares of about equal total size, the largest item first, each to the smallest
-    share. Shares are sorted; with equal sizes, item i goes to share i modulo ``count``."""
+    """Distribute the indices of ``sizes`` to ``count`` shares of about equal total size: the largest item first, each
+    to the share with the smallest total. Shares are sorted; with equal sizes, item i goes to share i modulo
+    ``count``."""
     shares: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):

@@ -1,8 +1,8 @@
 """Random numbers that depend only on the name of their stream.
 
-A stream's name has the campaign seed, run seed, stream name, step, prompt and sample. No generator object lives longer
-than the call that uses it, so there is no state to save, batching cannot change what is sampled, and two conditions
-with the same seed have common random numbers.
+A stream's name consists of the campaign seed, run seed, purpose, step, prompt and sample. No generator object lives
+longer than the call that uses it, so there is no state to save, batching cannot change what is sampled, and two
+conditions with the same seed have common random numbers.
 """
 
 import hashlib
@@ -11,7 +11,8 @@ import numpy as np
 
 
 def stream_key(*name: int | str) -> int:
-    """Return the 128-bit key of a stream; order, type and boundaries of the name's parts all count."""
+    """Return the 128-bit key of a stream. Names that differ in the order, type or boundaries of their parts have
+    different keys."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in name)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 

@@ -20,8 +20,8 @@ Work = Callable[[], object]
 
 
 class Workers:
-    """Threads that run independent tasks in parallel; inside a task ``count`` is 1. ``threads_after``: torch's number
-    of threads after ``close``."""
+    """Threads that run independent tasks in parallel. Inside a task ``count`` is 1, so nested calls of ``map`` run in
+    order. ``threads_after``: torch's number of threads after ``close``."""
 
     def __init__(self, count: int = 1, threads_after: int | None = None):
         self._count, self._threads_after = count, threads_after
@@ -39,15 +39,14 @@ class Workers:
         torch.set_num_threads(1)
 
     def map(self, task: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return ``[task(item) for item in items]``. Raises the exception of the first failing item; others may still
-        run."""
+        """Return ``[task(item) for item in items]``. Raises the exception of the first failing item, while tasks of
+        later items may still run."""
         if self._pool is None or self.count == 1:
             return [task(item) for item in items]
         futures = [self._pool.submit(task, item) for item in items]
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the threads and restore torch's number of threads."""
         import torch
 
         if self._pool is not None:
@@ -58,7 +57,6 @@ class Workers:
 
 @contextmanager
 def thread_values(state: threading.local, **values: object) -> Iterator[None]:
-    """Set attributes of ``state`` within the context, and restore them afterwards."""
     before = {name: getattr(state, name) for name in values}
     vars(state).update(values)
     try:

@@ -22,8 +22,8 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls
 
 @dataclass(eq=False)
 class Tokenizer:
-    """Decodes tokens for training, algorithms and pages. ``source``: a callable tokenizer with ``decode`` and possibly
-    a chat template, of transformers or similar."""
+    """Decodes tokens for training, algorithms and pages. ``source``: a callable tokenizer of transformers or another
+    library, with ``decode`` and possibly a chat template."""
 
     source: Any
 
@@ -68,7 +68,6 @@ class ByteTokenizer:
         return {"input_ids": list(text.encode("utf-8", errors="surrogateescape"))}
 
     def decode(self, token_ids: Sequence[int], **_: object) -> str:
-        """Return the text; ids above 255 are skipped."""
         return bytes(token for token in token_ids if 0 <= token < 256).decode("utf-8", errors="surrogateescape")
 
 
@@ -118,7 +117,7 @@ def light_tokenizer(model: str, revision: str | None = None) -> LightTokenizer:
         template = file.read_text(encoding="utf-8") if file else settings.get("chat_template")
     except Exception as error:  # the tokenizers library raises plain Exceptions
         raise ModelError(f"the tokenizer of {model} cannot be read: {str(error).splitlines()[0][:200]}") from error
-    if isinstance(template, list):  # several by name
+    if isinstance(template, list):  # several templates with names
         template = next((each["template"] for each in template if each.get("name") == "default"), None)
     tokens = {name: special[name] for name in SPECIAL if special.get(name)}
     named = {name: token["content"] if isinstance(token, dict) else str(token) for name, token in tokens.items()}

@@ -17,7 +17,7 @@ from retrain import __version__
 from retrain.errors import RetrainError
 from retrain.util.text import visible
 
-# The class belongs to click, or in newer versions to a private copy of it inside typer.
+# Base class of usage errors in click, or for newer versions of typer in its private copy of click.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 
 COMMANDS = {
@@ -46,7 +46,7 @@ COMMANDS = {
         "environments:environments": "List environment providers and tools, and what to install.",
     },
 }
-"""Commands by their heading in the help: module and function, and the first line of the function's help."""
+"""Commands by their heading in the help: ``module:function`` → first line of the command's help."""
 
 
 def command_name(path: str) -> str:
@@ -71,7 +71,6 @@ class CommandLine(TyperGroup):
         return name, command_of(name) if name else command, others
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
-        """Parse the options before the command; exit with status 2 on an unknown one."""
         with plain_usage_errors():
             return super().make_context(*arguments, **options)
 

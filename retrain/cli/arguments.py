@@ -22,7 +22,8 @@ def option(
     min: float | None = None,
     max: float | None = None,
 ) -> Any:
-    """Declare an option, such as "--out DIR" with a value or "--merge" without one, required if ``default`` is ..."""
+    """Declare an option. ``name``: "--out DIR" for an option with a value, "--merge" for a flag. ``default``: ``...``
+    makes the option required."""
     flag, _, metavar = name.partition(" ")
     return typer.Option(default, flag, metavar=metavar or None, help=help, parser=parser, min=min, max=max)
 
@@ -32,7 +33,7 @@ def argument(metavar: str, help: str, default: object = ...) -> Any:
 
 
 def output_path(text: str) -> Path:
-    """Return the path of an output. Raises UsageError for empty text, which Path would read as the current
+    """Return ``text`` as the path of an output. Raises UsageError for empty text, which Path would read as the current
     directory."""
     if not text.strip():
         raise UsageError("the path to write to is empty: name a new directory or file; the current directory is .")
@@ -63,7 +64,8 @@ AS_JSON = option("--json", "Print JSON instead of a table.", False)
 
 
 def require_directory(directory: Path) -> None:
-    """Raise UsageError if ``directory`` is no directory; print a note if this version ignores some of its settings."""
+    """Raise UsageError if ``directory`` is no directory. Print a note if this version ignores settings that are
+    recorded there."""
     if directory.suffix == ".toml" and directory.is_file():
         raise UsageError(f"{directory} is not a directory of results; type: retrain train {directory}")
     if not directory.is_dir():
@@ -75,7 +77,8 @@ def require_directory(directory: Path) -> None:
 
 
 def executor_sets(executor: str | None, workers: int | None, address: str | None = None) -> list[str]:
-    """Return the options as ``section.key=value`` settings. Raises UsageError for an address without Ray."""
+    """Return the options as ``section.key=value`` settings. Raises UsageError for an address if the executor is not
+    ray."""
     if address is not None and executor not in (None, "ray"):
         raise UsageError(f"--address is that of a Ray cluster, and --executor is {executor}; type --executor ray")
     given = {"campaign.executor": executor, "campaign.workers": workers, "ray.address": address}

@@ -25,7 +25,7 @@ from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.schema.base import Values
 from retrain.util.text import change, duration, number, percent, short, visible
 
-PROGRESS_EVERY_S = 10.0  # Seconds after which a progress line is due before a tenth of all steps is done
+PROGRESS_EVERY_S = 10.0  # Seconds after which a progress line is printed even if few steps are new
 GONE = (errno.EIO, errno.EPIPE)
 """Errors of writing to a closed terminal or to a pipe without a reader."""
 LEVEL_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
@@ -37,7 +37,7 @@ NUMBERS = {
     "reward": ("mean_reward", 3), "correct": ("correct_rate", 3), "loss": ("loss", 5),
     "length": ("completions/mean_length", 1), "truncated": ("max_token_hit_rate", 3), "entropy": ("entropy", 3),
 }  # fmt: skip
-"""Numbers of a plain line: metric key and digits by their name."""
+"""Numbers in a plain line: printed name → metric key and number of decimals."""
 FRAME_LINES = 10
 """Lines of the live view that are not rows: two headings with their rules, the summary, and space for messages."""
 
@@ -205,7 +205,6 @@ class LiveConsole(Board):
         )
 
     def view(self, spec: SpecLike) -> RunView:
-        """Return the run's view; the first call starts the drawing."""
         view = super().view(spec)
         if not self.live.is_started:
             self.live.start()
@@ -254,7 +253,8 @@ def board_view(board: Board, width: int, height: int, now: float) -> RenderableT
 
 
 def visible_runs(views: list[RunView], room: int) -> list[RunView]:
-    """Return the runs that get a row, in their planned order: running ones, then failed, then the latest finished."""
+    """Choose at most ``room`` runs: running ones first, then failed ones, then the latest finished ones. Return them in
+    the planned order."""
     rank = {"running": 0, "failed": 1, "interrupted": 1, "done": 2, "stopped": 2}
     candidates = [view for view in views if view.state in rank]
     chosen = sorted(reversed(candidates), key=lambda view: rank[view.state])[: max(1, room)]
@@ -263,7 +263,8 @@ def visible_runs(views: list[RunView], room: int) -> list[RunView]:
 
 
 class Column(NamedTuple):
-    """Column of the live view: heading, cell of a run and row, terminal width from which it is shown, least width."""
+    """Column of the live view. ``cell`` makes the cell from a run and a metrics row. ``room``: terminal width from
+    which the column is shown; ``least``: the column's least width."""
 
     heading: str
     cell: Callable[[RunView, Values], RenderableType]
@@ -318,7 +319,8 @@ def _run_columns(views: list[RunView], width: int, now: float) -> list[Column]:
 def _table(
     name: str, columns: Sequence[Column], rows: Sequence[tuple[RunView, Values]], width: int, is_dim: bool = False
 ) -> Table:
-    """Return one row for each run and metrics row; the names share the width that the ``columns`` leave."""
+    """Return a table with one row for each pair of a run and a metrics row. Names of runs get the width that
+    ``columns`` leave."""
     columns = [column for column in columns if width >= column.room]
     header, style = ("bold dim", "dim") if is_dim else ("bold", "")
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=header, style=style)
@@ -337,12 +339,12 @@ def _table(
 
 
 def _text_width(cell: RenderableType) -> int:
-    """Return the columns of a text; 0 for a progress bar, whose column has its width."""
     return len(cell) if isinstance(cell, str | Text) else 0
 
 
 def status_view(status: Values, width: int = 80) -> RenderableType:
-    """Return the runs of ``read_status`` as in the live view, with ages of last rows and reasons of failures."""
+    """Return the live view's table for the runs of ``read_status``, with reasons of failures and the age of the latest
+    row below it."""
     board = Board()
     for run in status["runs"]:
         board.runs[run["run_id"]] = RunView(
@@ -375,7 +377,7 @@ class LastingStream:
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            # The descriptor itself, so that buffered output can be flushed when the process ends.
+            # Replace the descriptor itself, so that buffered output can be flushed when the process ends.
             with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
 

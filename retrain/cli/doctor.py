@@ -56,8 +56,8 @@ def check_servers(url: Sequence[str], engine: str | None, model: str | None, fil
 
 
 def print_results(run: Callable[[Callable[[str], None]], Iterator[Result]]) -> list[Result]:
-    """Print and return the results that ``run`` yields; it is given a function to call with the name of each check that
-    begins."""
+    """Print and return the results that ``run`` yields. ``run`` gets a function that it calls with the name of each
+    check before the check begins."""
     live = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
     def begins(name: str) -> None:

@@ -108,7 +108,7 @@ def print_lines(name: str, texts: Iterable[str]) -> None:
 
 
 def print_by_text(name: str, text_of: Callable[[Config], str], conditions: list[RunSpec]) -> None:
-    """Print each non-empty text that ``text_of`` returns once, followed by the conditions that it applies to."""
+    """Print each distinct, non-empty text of ``text_of`` once, followed by the conditions to which it applies."""
     for text in filter(None, dict.fromkeys(text_of(spec.config) for spec in conditions)):
         having = [condition_name(spec.label) for spec in conditions if text_of(spec.config) == text]
         print_line(name, text + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
@@ -255,7 +255,7 @@ def idle_text(specs: Sequence[RunSpec], cohorts: int, workers: int, gpus: int) -
                 ways.append(f'shard = "dp" in [backend] with gpus_per_cohort = {gpus // cohorts}')
             yield f"{idle}: there are no more than {runs}; set {', or '.join(ways)}"
     used = -(-workers // share) * config.gpus_per_worker
-    if gpus > used and not (is_sharded and in_process):  # one process uses all that it is sharded over
+    if gpus > used and not (is_sharded and in_process):  # one process uses all GPUs over which it is sharded
         way = f"--workers {gpus // config.gpus_per_worker * share}"
         if not config.is_campaign:
             way = "--set backend.shard=dp --set backend.devices=all, to train the run on all"
@@ -275,7 +275,7 @@ def model_text(architecture: Architecture, config: Config) -> str:
 def memory_text(
     groups: Sequence[Sequence[RunSpec]], architecture: Architecture, device: Device, prompt_tokens: int | None
 ) -> str:
-    lanes = {  # by label: runs of a condition take the same, those of the first cohort count
+    lanes = {  # by label, because all runs of a condition need the same memory; the first cohort's size counts
         spec.label: estimate.run_memory(spec.config, architecture, device, prompt_tokens, len(group))
         for group in reversed(groups)
         for spec in group
@@ -295,7 +295,7 @@ def memory_text(
     }
     staying = ", ".join(f"{name} {size(part)}" for name, part in parts.items() if part)
     turns = f"{size(memory.training)} to train on {memory.micro_batch_tokens:,} tokens"
-    if memory.sampling:  # servers have memory of their own
+    if memory.sampling:  # 0 if servers sample
         turns += f" or {size(memory.block_copy + memory.sampling)} to decode all sequences at once"
     of = f" of {size(device.memory)}" if device.kind == "gpu" and device.memory else ""
     text = f"{amount}{of} on a {kind}, by calculation: {staying}; and {turns}"

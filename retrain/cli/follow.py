@@ -23,7 +23,8 @@ from retrain.util.jsonl import Tail
 
 
 class _Run:
-    """A followed run, with the names that observers use, and the position up to which its files were reported."""
+    """A followed run: the attributes that observers read (``SpecLike``), and the positions in its files up to which
+    events were reported."""
 
     def __init__(self, run_id: str, entry: RunEntry, path: Path):
         self.run_id, self.label, self.seed = run_id, entry.label, entry.seed or 0
@@ -34,7 +35,7 @@ class _Run:
         self.next_evaluation: dict[str, int] = {}
 
     def begins(self, state: str, replaced: bool) -> bool:
-        """Return whether it has started since the last report, or restarted after its files were truncated."""
+        """Return whether the run has started since the last report, or restarted after its files were truncated."""
         is_new = self.state == "pending" or replaced or (state == "running" and self.state != state)
         return is_new and state != "pending"
 

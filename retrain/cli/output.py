@@ -32,8 +32,8 @@ def print_report(
     on_terminal: Callable[[Report], object],
     elsewhere: Callable[[Report], object] | None = None,
 ) -> None:
-    """Print a report as JSON, or with the function for terminals or other outputs; without ``elsewhere`` they share
-    one."""
+    """Print a report: as JSON, or by ``on_terminal`` on a terminal and by ``elsewhere`` (default: ``on_terminal``) into
+    a file or pipe."""
     if as_json:
         print(dumps(report, indent=2))
     elif sys.stdout.isatty() or elsewhere is None:
@@ -48,8 +48,8 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left_ali
 
 
 def print_rich(view_of: Callable[[int], RenderableType], plain: bool = False) -> None:
-    """Print ``view_of(width)`` for the terminal's width. With ``plain`` or without a terminal it is printed without
-    colours and line breaks."""
+    """Print ``view_of(width)`` for the terminal's width. With ``plain`` or without a terminal, print it without colours
+    and without breaking lines."""
     if plain or not sys.stdout.isatty():
         print(plain_text(view_of(WIDE)))
     else:
@@ -58,7 +58,7 @@ def print_rich(view_of: Callable[[int], RenderableType], plain: bool = False) ->
 
 
 def plain_text(view: RenderableType) -> str:
-    # force_terminal: FORCE_COLOR would make it a terminal, and TERM=dumb one of 80 columns
+    # Without force_terminal=False, FORCE_COLOR would make this console a terminal, and TERM=dumb one of 80 columns.
     console = Console(file=io.StringIO(), width=PLAIN, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(view)
@@ -149,8 +149,8 @@ def print_record(kind: str, **values: object) -> None:
 
 
 def comparison_table(report: Values, width: int = WIDE) -> RenderableType:
-    """Return conditions against the baseline with intervals over seeds, and the findings as sentences below. Terminals
-    under ``WIDE`` columns get no verdicts, under ``NARROW`` no intervals and p-values. ``report`` is a
+    """Return a table that compares the conditions with the baseline, and sentences on the findings below it. Terminals
+    under ``WIDE`` columns get no verdicts, terminals under ``NARROW`` no intervals and p-values. ``report`` is a
     ``schema.comparison.Comparison`` as JSON."""
     left_out = set() if width >= WIDE else {"verdict"}
     left_out |= {"95 % interval", "p"} if width < NARROW else set()

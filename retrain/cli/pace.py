@@ -36,7 +36,7 @@ class Pace:
 
 
 def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace | None:
-    """Return the pace of the directory in ``places`` with the runs most similar to ``config``, the newest on a tie.
+    """Return the pace of the campaign or run below ``places`` that is most similar to ``config``, the newest on a tie.
 
     Returns None if this machine's ``device`` ("cpu" or "gpu") has no finished run with the settings in ``SAME``.
     """
@@ -58,7 +58,7 @@ def _pace_of(home: Path, config: Values, device: str) -> Iterator[Pace]:
     done = [entry for entry in run_entries(home, manifest) if entry.state == "done"]
     paces = ((entry.run_id, _run_pace(home / entry.path, config, device)) for entry in done)
     runs = {run_id: pace for run_id, pace in paces if pace is not None}
-    # Runs of a cohort step together: each has recorded the time of all of them.
+    # Runs of a cohort step together, so each of them has recorded the time of the whole cohort.
     cohorts = manifest.get("cohorts") or [[run_id] for run_id in runs]
     seconds = sum(max((runs[run_id][0] for run_id in cohort if run_id in runs), default=0.0) for cohort in cohorts)
     if seconds:
@@ -67,8 +67,8 @@ def _pace_of(home: Path, config: Values, device: str) -> Iterator[Pace]:
 
 
 def _run_pace(run: Path, config: Values, device: str) -> tuple[float, int, tuple[str, ...]] | None:
-    """Return a run's seconds of training, the completions sampled in them and the keys in which it differs; None if it
-    used another kind of device or differs in a setting of ``SAME``."""
+    """Return a run's seconds of training, the completions that it sampled, and the keys in which it differs from
+    ``config``; None if it used another kind of device or differs in a setting of ``SAME``."""
     facts, rows = read_config(run), metrics_rows(run)
     if (facts["built"]["device"] == "cpu") != (device == "cpu"):
         return None

@@ -31,7 +31,8 @@ from retrain.types import Problem
 from retrain.util.text import one_line
 
 MEASURED = 500
-"""Most prompts of a set that are counted in tokens, evenly spaced, besides the longest; all might take minutes."""
+"""Most prompts of a set whose tokens are counted, evenly spaced, in addition to the longest prompts. Counting all might
+take minutes."""
 EXAMPLE_CHARACTERS = 300
 
 
@@ -50,13 +51,12 @@ class Problems:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Median length of the measured prompts in tokens; None if none was measured."""
         return round(median(self.lengths)) if self.lengths else None
 
 
 def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
     """Read and measure the problems of a plan's runs, which are the same for all of them."""
-    # Read once, when the hub's client is first imported; explain contacts nobody.
+    # The hub's client reads these variables once, when it is first imported. ``explain`` contacts no server.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     config = configs[0]
@@ -109,7 +109,7 @@ def _measured(lengths: list[int], total: int, model: str) -> str:
 
 
 def _limits(config: Config, training: PromptLimit, heldout: Mapping[str, PromptLimit]) -> list[str]:
-    """Return the limits of prompts: in training, and in held-out sets where they differ."""
+    """Return a line for the limit of prompt lengths in training, and one for each different limit of a held-out set."""
     longer = "are left out" if config.data.long_prompts == "skip" else "are an error"
     places = {(training.limit, training.why): ""}
     for name, room in heldout.items():

@@ -15,7 +15,7 @@ from retrain.util.jsonl import last_row
 
 
 class AccuracyChange(NamedTuple):
-    """Accuracy at the first evaluation, and at the latest one after it (None if there is only one)."""
+    """Accuracy at the first evaluation, and at the latest evaluation after it (None if there is only one)."""
 
     before: float | None = None
     now: float | None = None

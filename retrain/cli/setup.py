@@ -28,10 +28,10 @@ REQUIRED = (
 )  # fmt: skip
 
 MARKS = {True: "ok", False: "BAD", None: "-"}
-"""Prefix of a line of ``doctor``: good, bad, or absent and needed only by some files."""
+"""Prefix of a line of ``doctor``: good, bad, or missing and needed only by some campaigns."""
 
 
-SCHEMA_FILE = "retrain.schema.json"  # Name of the schema beside a new file; its first line points there
+SCHEMA_FILE = "retrain.schema.json"  # Name of the schema beside a new campaign file, whose first line names it
 
 TEMPLATE_FILES = {"quickstart": "quickstart.toml", "campaign": "five_conditions.toml", "gsm8k": "gsm8k.toml"}
 
@@ -136,7 +136,7 @@ def doctor(
 
 
 def refuse_given(arguments: Mapping[str, object], message: str) -> None:
-    """Raise UsageError for the first argument that was given; ``message`` gets its name and its value."""
+    """Raise UsageError for the first argument that was given. ``message``: format string for its name and value."""
     for name, value in arguments.items():
         if value is not None:
             raise UsageError(message.format(name, value))
@@ -159,7 +159,7 @@ def require_writable(file: Path) -> None:
 
 
 def machine_facts() -> Iterator[tuple[str, str, bool | None]]:
-    """Yield facts of this machine: name, text, and whether it is good (None: not needed)."""
+    """Yield facts of this machine: name, text, and a key of ``MARKS``."""
     yield "retrain", f"{__version__} in {Path(__file__).parents[1]}", True
     yield "python", f"{platform.python_version()} ({sys.executable})", sys.version_info >= (3, 11)
     for package in REQUIRED:
@@ -182,7 +182,6 @@ def machine_facts() -> Iterator[tuple[str, str, bool | None]]:
 
 
 def torch_facts() -> Iterator[tuple[str, str, bool]]:
-    """Yield (name, text, good) of torch's threads and every CUDA device; imports torch."""
     import torch
 
     yield "torch threads", str(torch.get_num_threads()), True

@@ -102,8 +102,8 @@ def train(
 
 
 def follow_torchrun(nothing: bool = False) -> None:
-    """Run the jobs that rank 0 sends, then exit, in a process that torchrun started as another rank. With ``nothing``
-    to compute, exit at once."""
+    """If torchrun started this process as another rank than 0, run the jobs that rank 0 sends, then exit. With
+    ``nothing`` to compute, such a process exits at once."""
     if torchrun_rank():
         from retrain.campaign.running import rank_worker
 
@@ -154,8 +154,8 @@ def resume(
 
 
 def approval(accept: bool, observer: Observer) -> Approval:
-    """Return how differences from a directory's records are approved: by ``accept``, else by the user at the
-    terminal."""
+    """Return the approval of differences from a directory's records: given if ``accept``, otherwise the user is asked
+    if there is a terminal."""
 
     def ask(lines: list[str]) -> bool:
         observer.close()

@@ -193,7 +193,6 @@ class AlgorithmSection(_Parameters):
 
     @property
     def from_sampler(self) -> bool:
-        """True if the loss itself bounds the ratio to the sampler."""
         return loss_of(self.loss).from_sampler
 
     @property
@@ -351,8 +350,8 @@ class Distillation(Section, role=Role.LEARNS):
     rounding unless a server samples or rollouts are stale."""
     context: Literal["none", "answer", "sibling"] = "none"
     """Privileged context at the end of the teacher's prompt: the problem's reference `answer` (OPSD), or a `sibling`
-    (SDPO): the first correct completion of the same prompt other than the one that is scored. Completions without such
-    a context have no teacher; trained on the teacher only, they have no advantage."""
+    (SDPO), the first correct completion of the same prompt other than the completion that is scored. Completions for
+    which there is no such context have no teacher, and with `reward_weight = 0` no advantage."""
     context_text: Annotated[OptionalText, AfterValidator(_placed)] = None
     """Text of the privileged context, with `{context}` where the answer or completion goes; unset is `The correct
     answer is {context}.`, or a similar sentence for a sibling."""
@@ -375,12 +374,10 @@ class Distillation(Section, role=Role.LEARNS):
 
     @property
     def sampled(self) -> bool:
-        """True if the teacher gives advantages to sampled tokens."""
         return self.active and self.estimate == "sampled"
 
     @property
     def full_vocabulary(self) -> bool:
-        """True if full-vocabulary distributions are compared in the loss."""
         return self.active and self.estimate == "vocabulary"
 
     @property

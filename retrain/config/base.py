@@ -26,8 +26,8 @@ PLUGIN_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
 class Role(Flag):
-    """Marker: what a key decides. Fingerprints, changes allowed on resume, pooling of runs, sharing of bases and
-    evaluations, and the identity of conditions follow from it."""
+    """Marker that says what a key changes. Fingerprints, changes allowed on resume, pooling of runs, sharing of bases
+    and evaluations, and the identity of conditions are derived from the roles of keys."""
 
     LEARNS = auto()
     """Changes what is learned, given the same start."""
@@ -44,7 +44,8 @@ class Role(Flag):
 
 
 class Section(BaseModel):
-    """Base of every table: strict types, unknown keys are errors, frozen, docstrings are descriptions."""
+    """Base class of every table of a file. Types are strict, unknown keys are errors, and instances are frozen. The
+    docstring of an attribute is the description of its key."""
 
     model_config = ConfigDict(
         strict=True,
@@ -75,7 +76,8 @@ class Section(BaseModel):
         return iter(())
 
     def __deepcopy__(self, memo: dict[int, object] | None = None) -> Self:
-        """Return the frozen section itself: pydantic copies the default of every section that a file omits."""
+        """Return the section itself, which is frozen. Otherwise pydantic would copy the default of every section that a
+        file omits."""
         return self
 
 
@@ -94,24 +96,27 @@ class ConfigIssue(NamedTuple):
 
 @dataclass(frozen=True)
 class ActiveIf:
-    """Marker: the key has an effect only while ``key`` has one of ``values``; (None,) means while it is unset.
+    """Marker: the marked key has an effect only while the dotted key ``key`` has one of ``values``; (None,) means while
+    ``key`` is unset.
 
-    ``training_only``: the key also affects records; only a condition that overrides it must change the training.
+    ``training_only``: the marked key also affects records. The marker then applies only if a condition overrides the
+    marked key, because an override must change the training.
     """
 
     key: str
     values: tuple[str | None, ...]
     plugins: bool = False
-    """The key also has an effect while ``key`` names the user's own code."""
+    """The marked key also has an effect while ``key`` names the user's own code."""
     training_only: bool = False
     unless: str = ""
-    """Dotted property of the configuration: while it is true, the key has an effect too."""
+    """Name of a property of the configuration, dotted in a section; while it is true, the marked key also has an
+    effect."""
     unless_text: str = ""
 
 
 @dataclass(frozen=True)
 class UnsupportedValues:
-    """Marker: values that other tools have and retrain does not, each with (why, what to type instead)."""
+    """Marker: values of other tools that retrain does not have, each with (reason, what to type instead)."""
 
     values: Mapping[str, tuple[str, str]]
 
@@ -131,7 +136,6 @@ def _blank_is_none(value: object) -> object:
 
 
 def _zero_is_none(value: object) -> object:
-    """Return None for 0, which means unset; runs before other validators."""
     return None if type(value) in (int, float) and value == 0 else value
 
 
@@ -189,7 +193,6 @@ Device = Annotated[str, Field(pattern=DEVICE_PATTERN)]
 
 
 def _gpus_named(value: str | list[str]) -> str | list[str]:
-    """Reject a GPU that is listed twice and a range that does not rise."""
     if isinstance(value, list):
         if twice := [name for name in dict.fromkeys(value) if value.count(name) > 1]:
             raise fault(f"has {twice[0]} twice", json.dumps(list(dict.fromkeys(value))))

@@ -121,10 +121,10 @@ class CampaignSection(Section, role=Role.NAMES):
     seed: Annotated[Seed, Role.LEARNS | Role.NAMES] = 0
     """Seed of the campaign, part of every random stream. Another value repeats everything with fresh randomness."""
     vary: Annotated[Literal["all", "init", "data", "sampling"], Role.LEARNS | Role.SAMPLES] = "all"
-    """Difference between the seeds of a condition: `all`; the initial adapter and critic (`init`), with the same
-    problems in the same order and the same random numbers for every answer; the order of the problems (`data`); or the
-    random numbers of answers, evaluation and everything else that is drawn (`sampling`). The spread over seeds, and so
-    the verdict, then covers that source of noise only."""
+    """Randomness that differs between the seeds of a condition: `all`; the initial adapter and critic (`init`), with
+    the same problems in the same order and the same random numbers for every answer; the order of the problems
+    (`data`); or the random numbers of answers, evaluation and everything else that is drawn (`sampling`). With another
+    value than `all`, the spread over seeds, and so the verdict, covers that source of noise only."""
     primary_metric: Annotated[str, AfterValidator(_measure)] = "final"
     """Metric that decides the comparison, declared before training: `final` (held-out accuracy after the last update),
     `last3` (its mean over the last three evaluations, which `[evaluation] schedule = "verdict"` makes after about 80,
@@ -133,8 +133,8 @@ class CampaignSection(Section, role=Role.NAMES):
     `[[evaluation.sets]]` these refer to the first set; `eval/<name>/correct_rate` and `auc:eval/<name>/pass@4` name
     another. Without held-out problems, `final` is the correct rate of training."""
     equivalence_margin: Annotated[float, Field(gt=0)] | None = None
-    """Largest difference that does not matter, in the unit of the metric (0.02 is 2 points of accuracy). With it, the
-    comparison can conclude that typical runs are equivalent within it; unset, it never does."""
+    """Largest difference that does not matter, in the unit of the metric (0.02 is 2 points of accuracy). If it is set,
+    the comparison can conclude that typical runs are equivalent within this margin; unset, it never does."""
     sequential: Annotated[Literal["on", "off"], BeforeValidator(_interim)] = "on"
     """One interim analysis after half of the seeds, seven at least: a condition that is better or worse by then trains
     no further. Needs 8 seeds; with fewer it has no effect. Later seeds start after the interim analysis, unless `lanes`

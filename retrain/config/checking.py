@@ -70,7 +70,7 @@ class KeyLocations:
         self.sets.add(path)
 
     def find(self, path: Path) -> tuple[int, str]:
-        """Return (sort order, text) of the key, or of the nearest enclosing table that was written."""
+        """Return (sort key, text) of the location of the key, or of the nearest enclosing table that was written."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.sets:
                 return LAST, "--set"
@@ -83,8 +83,8 @@ class KeyLocations:
 
 
 class Row(NamedTuple):
-    """Place of a condition in the file: its number, the path of its table, and the paths of its overrides by dotted
-    key. ``is_partial``: invalid overrides were removed."""
+    """Location of a condition in the file: its number, the path of its table, and the paths of its overrides by dotted
+    key. ``is_partial``: invalid overrides were removed from the condition."""
 
     index: int
     table: Path
@@ -126,7 +126,6 @@ def examine(data: dict[str, Any], locations: KeyLocations, wrong: Iterable[Mista
 
 
 def _problems(wrong: Iterable[Mistake], locations: KeyLocations) -> list[ConfigProblem]:
-    """Return distinct mistakes with their locations, in the order of the file."""
     ordered = sorted(dict.fromkeys(wrong), key=lambda mistake: locations.find(mistake.path)[0])
     return [ConfigProblem(locations.find(item.path)[1], item.key, item.message, item.fix) for item in ordered]
 
@@ -180,9 +179,9 @@ def _put_aside(review: Review, wrong: Iterable[Mistake]) -> None:
             del table[key]
 
 
-def _ask(review: Review, issues: Iterable[ConfigIssue], row: Row | None = None) -> None:
-    """Report the issues whose keys are all valid by themselves. An issue points to the first of these that exists: an
-    override of the condition ``row``, a key that the file has, the condition itself."""
+def _report_issues(review: Review, issues: Iterable[ConfigIssue], row: Row | None = None) -> None:
+    """Report the issues whose keys are all valid by themselves. The location of an issue is the first of these that
+    exists: an override of the condition ``row``, a key that is written, the condition itself."""
     for issue in issues:
         if any(review.is_broken(key) for key in issue.keys):
             continue
@@ -194,7 +193,7 @@ def _ask(review: Review, issues: Iterable[ConfigIssue], row: Row | None = None) 
 
 
 def _examine_single(review: Review, config: Config) -> None:
-    _ask(review, (*rule_issues(config), *idle_slurm(config)))
+    _report_issues(review, (*rule_issues(config), *idle_slurm(config)))
     _examine_unused(review, config, [config])
     if review.data.get("training", {}).get("seed") == -1:
         review.report(("training", "seed"), "is -1: every run is seeded, this one with 0", warning=True)
@@ -241,7 +240,7 @@ def _examine_condition(review: Review, condition: Condition, row: Row) -> Config
             dotted = ".".join(str(part) for part in mistake.path[:2])
             review.wrong.append(mistake._replace(path=row.overrides.get(dotted, row.table)))
         return None
-    _ask(review, rule_issues(run), row)
+    _report_issues(review, rule_issues(run), row)
     for dotted in condition.overrides:
         if idle := unused(run, dotted, override=True):
             review.report(row.overrides.get(dotted, row.table), idle.message, idle.fix)
@@ -249,7 +248,6 @@ def _examine_condition(review: Review, condition: Condition, row: Row) -> Config
 
 
 def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
-    """Report written keys that have no effect in any run."""
     if review.is_broken("campaign.conditions") or any(row.is_partial for row in review.rows):
         return
     locations = review.locations
@@ -264,7 +262,7 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
 def _examine_shadowed(review: Review, config: Config) -> None:
     """Report base values that every condition replaces, and the issues of ``campaign_rules``."""
     is_run = not review.locations.lines and len(config.campaign.conditions) == len(config.campaign.seeds) == 1
-    _ask(review, (*campaign_rules(config.campaign, is_run), *(() if is_run else idle_slurm(config))))
+    _report_issues(review, (*campaign_rules(config.campaign, is_run), *(() if is_run else idle_slurm(config))))
     for key in MODES:
         if review.locations.is_written(("algorithm", key)):
             message = "has no effect in a campaign: every condition has its own"
@@ -282,8 +280,8 @@ def why_fixed(dotted: str) -> str:
 def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, object], dict[str, Path], list[Mistake]]:
     """Convert a condition from the form in a file (overrides dotted, bare or flat) to that of ``Condition`` (tables).
 
-    ``path`` has the keys and indices that lead to it. Returns the converted condition, the path of each override by its
-    dotted key, and the mistakes. Wrong overrides are left out of the first two.
+    ``path`` has the keys and indices that lead to the condition. Returns the converted condition, the path of each
+    override by its dotted key, and the mistakes. Wrong overrides are left out of the first two.
     """
     modes: dict[str, object] = {}
     tables: dict[str, dict[str, object]] = {}

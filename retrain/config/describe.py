@@ -30,7 +30,6 @@ _PATTERNS = {
 
 
 def show(value: object, limit: int = 60) -> str:
-    """Return ``value`` as TOML, shortened to ``limit`` characters."""
     text = toml(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
@@ -74,7 +73,6 @@ KINDS: tuple[tuple[type | types.UnionType, str], ...] = (
 
 
 def no_effect(key: str, other: str, value: object, fix: str = "remove the line") -> ConfigIssue:
-    """Return the issue that ``key`` has no effect while the key ``other`` has this value."""
     return ConfigIssue((key, other), f"has no effect with {other.rpartition('.')[2]} = {show(value)}", fix)
 
 
@@ -83,12 +81,12 @@ def kind(value: object) -> str:
 
 
 def adapter_of(annotation: object, metadata: Sequence[object] = ()) -> TypeAdapter[object]:
-    kind: Any = Annotated[annotation, "", *metadata]  # "": it takes one at least
+    kind: Any = Annotated[annotation, "", *metadata]  # "": Annotated needs at least one argument
     return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def schema_of(annotation: object, metadata: Sequence[object] = ()) -> JsonSchemaValue:
-    """Return the JSON schema of the values that a type accepts once validators have read other forms of them."""
+    """Return the JSON schema of a type's values, after validators have converted other forms to them."""
     return adapter_of(annotation, metadata).json_schema(mode="serialization")
 
 
@@ -170,5 +168,4 @@ def accepts(field: FieldInfo, value: object) -> bool:
 
 
 def default_of(field: FieldInfo) -> object:
-    """Return the field's default; None also if it has none."""
     return None if field.is_required() else field.get_default(call_default_factory=True)  # type: ignore[call-arg]

@@ -46,7 +46,6 @@ PART_EVERY = 8
 
 
 def _set_name(value: str) -> str:
-    """Accept a name that can be part of a file name and of a metric's key."""
     if value == "train":
         raise fault('is "train", which is what a run calls its training problems', 'name = "train_part"')
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) and len(value) <= NAME_MAX:
@@ -80,7 +79,7 @@ class EvaluationSet(Section):
     prompt_template: Template | None = None
     """Text of the user message; `{prompt}` is the problem."""
     problems: Count | None = None
-    """At most so many problems."""
+    """At most this many problems."""
     samples: Count | None = None
     """Completions for each problem."""
     temperature: NotNegative | None = None
@@ -88,7 +87,7 @@ class EvaluationSet(Section):
     top_p: PositiveShare | None = None
     """Nucleus sampling; 1 is off."""
     top_k: TopK | None = None
-    """Sample from so many most probable tokens; 0 is off."""
+    """Sample from this many most probable tokens; 0 is off."""
     min_p: Decay | None = None
     """Least share of the largest probability; 0 is off."""
     max_tokens: Count | None = None
@@ -108,7 +107,7 @@ class EvaluationSection(Section, role=Role.EVALUATES):
     top_p: PositiveShare | None = None
     """Nucleus sampling; 1 is off. Unset follows training."""
     top_k: TopK | None = None
-    """Sample from so many most probable tokens; 0 is off. Unset follows training."""
+    """Sample from this many most probable tokens; 0 is off. Unset follows training."""
     min_p: Decay | None = None
     """Least share of the largest probability; 0 is off. Unset follows training."""
     max_tokens: Count | None = None
@@ -201,8 +200,8 @@ def part_evaluations(schedule: str, max_steps: int, eval_every: int) -> tuple[in
 
 
 def too_early(first: int, max_steps: int) -> bool:
-    """Return whether `last3` would average an evaluation from before the end of training. ``first``: number of updates
-    at its earliest evaluation, too early if before the share ``LATE`` of the steps and before ``deciding_marks``."""
+    """Return whether `last3` would average an evaluation from before the end of training. ``first``: updates done at
+    the earliest of its evaluations; too early before the share ``LATE`` of the steps and before ``deciding_marks``."""
     return first < min(LATE * max_steps, deciding_marks(max_steps)[0])
 
 
@@ -308,8 +307,8 @@ class Logging(Section, role=Role.RECORDS):
     logging_dir: OptionalText = None
     """Directory of tensorboard's files; unset is `tensorboard/` in each run's directory. Runs get subdirectories."""
     wandb_project: OptionalText = None
-    """wandb project; unset is `retrain`. Also the project of trackio; unset is `[campaign] name`, else the name of the
-    output directory."""
+    """wandb project, and project of trackio. Unset is `retrain` for wandb; for trackio it is `[campaign] name`, else
+    the name of the output directory."""
     wandb_run_name: OptionalText = None
     """wandb run name; unset is the condition's label. Runs of a campaign are named `<label>_s<seed>`, with
     `<wandb_run_name>_` in front if this is set."""

@@ -31,7 +31,8 @@ def overlong_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def off_policy_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report stale rollouts without a declared correction or with a plug-in backend, and `in_flight` without effect."""
+    """Report stale rollouts without a declared correction or with a plug-in backend, and `swap = "in_flight"` if it has
+    no effect."""
     steps, algorithm = config.training.max_off_policy_steps, config.algorithm
     if config.inference.swap == "in_flight" and (steps == 0 or config.environment.turns == 1):
         message = "no rollout is behind" if steps == 0 else "every episode has one turn"
@@ -49,7 +50,6 @@ def off_policy_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def anneal_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report rank stages that do not fall in order within the run."""
     step_before, rank_before = 0, config.model.lora_rank
     for step, rank in config.lora.anneal:
         if step <= step_before or rank >= rank_before:
@@ -92,7 +92,8 @@ def group_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def update_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report update settings that a plug-in backend ignores, and `kept` where masks change between updates."""
+    """Report update settings that a plug-in backend ignores, and `rejection_denominator = "kept"` if masks change
+    between the updates of a step."""
     if config.masks_per_update and config.algorithm.rejection_denominator == "kept":
         message = 'is "kept", and loss = "m2po" chooses what it leaves out before each of the step\'s several updates'
         fix = 'rejection_denominator = "all"'
@@ -135,7 +136,7 @@ def critic_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def distillation_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report settings that conflict with a teacher, or have no effect when it alone gives advantages."""
+    """Report settings that conflict with a teacher, or have no effect if only the teacher gives advantages."""
     distillation, algorithm, training = config.distillation, config.algorithm, config.training
     if not distillation.active:
         return
@@ -196,7 +197,6 @@ def _vocabulary_issues(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _unrewarded(config: Config) -> Iterator[ConfigIssue]:
-    """Report credit settings that have no effect with reward_weight = 0."""
     algorithm, mode, weight = config.algorithm, config.algorithm.transform_mode, "distillation.reward_weight"
     if algorithm.critic:
         message = 'is "gae", and with reward_weight = 0 its critic trains for nothing'
@@ -235,8 +235,8 @@ def lambda_stays_zero(config: Config) -> bool:
 
 
 def sepa_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report SEPA with λ = 0 throughout, which equals GTPO: an error if no length of run could change it, a warning if
-    the run is only short, as in a first try of a file."""
+    """Report SEPA whose λ stays 0 in the whole run, so that it equals GTPO. This is an error if λ would stay 0 in a run
+    of any length, and a warning if the run is only short, as in a first try of a file."""
     if not credit_of(config.algorithm.transform_mode).pooled:
         return
     sepa, steps, flat = config.sepa, config.training.max_steps, _flat_steps(config)

@@ -1,4 +1,4 @@
-"""List removed keys, those of retrain 0.3 and later ones, with what to type instead.
+"""List the keys that retrain 0.3 or a later version had and that were removed, with what to type instead.
 
 Keys of 0.3: https://github.com/teilomillet/retrain/blob/v0.3.2/retrain/config.py
 """

@@ -169,7 +169,7 @@ def _setting_mistake(setting: str, single_run: str) -> Mistake | None:
 
 
 def _put(table: dict[str, object], path: tuple[str, ...], value: object) -> None:
-    """Set the value at this path; a value on the way that is no table is replaced by one."""
+    """Set the value at this path. A value on the way to it that is no table is replaced by a table."""
     for part in path[:-1]:
         inner = table.setdefault(part, {})
         if not isinstance(inner, dict):
@@ -179,7 +179,6 @@ def _put(table: dict[str, object], path: tuple[str, ...], value: object) -> None
 
 
 def _set_value(text: str) -> object:
-    """Return the text parsed as a TOML value, or the text itself if it is not TOML."""
     try:
         parsed = tomli.loads(f"v = {text}")
     except (ValueError, RecursionError):

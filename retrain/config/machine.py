@@ -73,7 +73,6 @@ class BackendSection(Section, role=Role.SAMPLES):
 
     @property
     def several(self) -> bool:
-        """True if `devices` names several GPUs or is `all`."""
         return self.devices == "all" or len(self.named_gpus) > 1
 
 

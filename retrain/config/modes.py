@@ -311,7 +311,7 @@ def advantage_of(mode: Named) -> Advantage:
 
 
 def credit_of(mode: Named) -> Credit:
-    """Return the row of a token credit; a plug-in may start from its own advantage."""
+    """Return the row of a token credit. A plug-in counts as one that computes its own advantage."""
     return TOKEN_CREDIT.get(mode if isinstance(mode, str) else "", Credit(formula="your own", own_advantage=True))
 
 

@@ -125,8 +125,8 @@ def _mistake(details: ErrorDetails, data: Mapping[str, object]) -> Mistake:
 
 
 def _field(location: Path) -> tuple[Path, FieldInfo | None, Path]:
-    """Return the path of the key that contains an error, its field (None if a whole table is wrong), and the place in
-    its value."""
+    """Return the path of the key that contains an error, its field (None if a whole table is wrong), and the path of
+    the error inside the key's value."""
     path: Path = (str(location[0]), str(location[1]))
     field, inside = keys()[f"{path[0]}.{path[1]}"], location[2:]
     while inside and (table := listed(field)):
@@ -156,7 +156,7 @@ def _example(field: FieldInfo) -> object:
 
 
 def wrong_value(path: Path, field: FieldInfo, value: object, inside: Path) -> Mistake:
-    """Return the mistake of a value; ``inside`` is where in the value pydantic found it."""
+    """Return the mistake of a value. ``inside``: path in the value at which pydantic found the error."""
     name = str(path[-1])
     if known := unsupported(field, value):
         return Mistake(path, f"is {show(value)}: {known[0]}", known[1])

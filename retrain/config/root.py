@@ -64,12 +64,11 @@ class Config(Section):
 
     @property
     def is_campaign(self) -> bool:
-        """True if the file has a [campaign] section."""
         return "campaign" in self.model_fields_set
 
     def stream(self, use: Literal["init", "data", "sampling"]) -> tuple[int | str, ...]:
-        """Return the seed prefix of a run's random generators for ``use``: campaign seed and run seed. It never depends
-        on the condition, and not on the run's seed where `[campaign] vary` names another use."""
+        """Return the seed prefix of a run's random generators for ``use``: campaign seed and run seed. The prefix never
+        depends on the condition. If `[campaign] vary` names another use, all runs have the same prefix."""
         varies = self.campaign.vary in ("all", use)
         return (self.campaign.seed, self.training.seed if varies else "every seed")
 
@@ -173,8 +172,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _squeeze_is_reported_where_it_is_written(self) -> Config:
-        """Set an unset [squeeze] wandb to whether the file has a [squeeze] section. A dump cannot tell: it has every
-        section."""
+        """If [squeeze] wandb is unset, set it to true if the file has a [squeeze] section, else to false. This must be
+        stored, because a dump of the configuration has every section."""
         if self.squeeze.wandb is None:
             asked = self.squeeze.model_copy(update={"wandb": "squeeze" in self.model_fields_set})
             object.__setattr__(self, "squeeze", asked)  # sections are frozen
@@ -182,7 +181,6 @@ class Config(Section):
 
     @model_serializer(mode="wrap")
     def _without_absent_campaign(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Remove [campaign] from the dump of a single run, which has no such section."""
         dumped = handler(self)
         if not self.is_campaign:
             dumped.pop("campaign", None)
@@ -226,7 +224,7 @@ def lists() -> dict[str, type[Section]]:
 
 def homes(name: str) -> list[str]:
     """Return the dotted keys that ``name`` without a section can mean. A key of [audit] counts only if no other section
-    has it; of two keys, that of [critic] does not count."""
+    has it. If two keys remain, a key of [critic] does not count."""
     found = [dotted for dotted in keys() if dotted.partition(".")[2] == name]
     named = [dotted for dotted in found if not dotted.startswith("audit.")] or found
     return [dotted for dotted in named if len(named) != 2 or not dotted.startswith("critic.")]
@@ -262,8 +260,8 @@ def value_at(config: Config, dotted: str) -> Any:
 
 
 def unused(config: Config, dotted: str, override: bool = False) -> ConfigIssue | None:
-    """Return the issue that ``dotted`` has no effect in this run, or None. ``override``: the key distinguishes a
-    condition, so it must change the training."""
+    """Return the issue that the key ``dotted`` has no effect in this run, or None. ``override``: a condition overrides
+    the key, so it must change the training."""
     for marker in keys()[dotted].metadata:
         if isinstance(marker, ActiveIf) and (override or not marker.training_only):
             value = value_at(config, marker.key)

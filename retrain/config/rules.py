@@ -1,5 +1,5 @@
-"""Check keys of several sections. A rule gets the configuration of one run and yields the issues it finds; each
-section's ``issues`` cover the section itself."""
+"""Check keys of several sections against each other. A rule gets the configuration of one run and yields the issues
+that it finds. Keys of one section are checked by the section's method ``issues``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def environment_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def correctness_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report a threshold or metric of correctness that the reward makes unused."""
     reward, provider = config.reward, config.environment.provider
     if provider == "reasoning_gym":
         for key in ("environment.correct_metric", "reward.correct_above"):
@@ -123,7 +122,7 @@ def server_executor_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def shard_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report settings that ranks do not support, and GPUs that they would share."""
+    """Report settings that ranks do not support, and servers that would share GPUs with ranks."""
     backend, executor = config.backend, config.campaign.executor
     if backend.shard == "none":
         if config.gpus_per_worker > 1:
@@ -181,7 +180,6 @@ def server_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def data_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report levels of problems that are not generated, and subsets of sources without configurations."""
     data = config.data
     sources = (data.source, data.eval_source, *(each.source for each in config.evaluation.sets))
     if data.subset is not None and not any(has_configurations(source) for source in sources):
@@ -191,14 +189,12 @@ def data_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def audit_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report a reward component named `audit`, which is reserved for [audit]."""
     if config.audit.is_enabled and "audit" in {part.shown_name for part in (config.reward, *config.reward.components)}:
         message = 'is "audit", which is what the score of [audit] is called'
         yield ConfigIssue(("reward.name", "audit.type"), message, 'name = "own"')
 
 
 def backpressure_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report ``target = "batch_size"``, which is not available: it would change the learning problem."""
     if config.backpressure.target == "batch_size":
         message = 'is "batch_size", which changes the learning problem and is not available'
         if config.is_campaign and not config.campaign.allow_confounded:
@@ -250,7 +246,6 @@ def idle_slurm(config: Config) -> Iterator[ConfigIssue]:
 
 
 def evaluation_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report several samples at temperature 0, and keys without effect."""
     evaluation = config.evaluation
     if evaluation.sets and config.data.eval_source is not None and all(each.source for each in evaluation.sets):
         message = "has no effect: every one of [[evaluation.sets]] has its own source"
@@ -270,7 +265,8 @@ def evaluation_rules(config: Config) -> Iterator[ConfigIssue]:
 def _cut_issues(config: Config) -> Iterator[ConfigIssue]:
     greedy = [held_out.sampling.temperature == 0 for held_out in config.held_out]
     tables: list[tuple[str, Section, bool]] = [("evaluation", config.evaluation, all(greedy) and bool(greedy))]
-    for index, (own, is_greedy) in enumerate(zip(config.evaluation.sets, greedy, strict=False)):  # or an unnamed set
+    # Not strict: without named sets, ``greedy`` has one entry, that of the unnamed set.
+    for index, (own, is_greedy) in enumerate(zip(config.evaluation.sets, greedy, strict=False)):
         tables.append((f"evaluation.sets.{index}", own, is_greedy))
     for path, table, is_greedy in tables:
         for key in CUTS:
@@ -370,7 +366,6 @@ def deciding_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _last3_issues(metric: str, schedule: str, max_steps: int, eval_every: int) -> Iterator[ConfigIssue]:
-    """Report `last3` without three evaluations near the end of training."""
     steps = whole_evaluations(schedule, max_steps, eval_every)[-DECIDING:]
     if max_steps < DECIDING:
         message = f'is "{metric}", the mean of three evaluations, and there are fewer steps: max_steps = {max_steps}'

@@ -144,8 +144,8 @@ class RubricCriterion(Section):
     text: Text
     """Criterion that the judge checks, such as `Gives the final answer in one sentence.`"""
     weight: Literal["essential", "important", "optional", "pitfall"] | float = "essential"
-    """A number, or a name for 1, 0.7, 0.3 and 0.9. A pitfall is phrased as what a good answer does; with a negative
-    number the text describes a fault, which costs reward where it is found."""
+    """A number, or a name for 1, 0.7, 0.3 and 0.9. The text of a pitfall is phrased as what a good answer does. With a
+    negative number the text describes a fault, and an answer that has this fault gets less reward."""
 
     @property
     def weight_number(self) -> float:
@@ -244,9 +244,9 @@ class RewardSection(GraderKeys, role=Role.LEARNS):
 
     type: Literal["match", "math", "format", "judge", "rubric", "custom", "reward_model", "weighted"] = "match"
     """`match`: the marked answer (see `strict`), compared as text after normalising; `math`: mathematical equality;
-    `format`: 1 if there is a marked answer; `judge`: a model behind an endpoint decides; `rubric`: it checks the answer
-    against weighted criteria; `custom`: your function; `reward_model`: the score of a model that runs here; `weighted`:
-    a sum of `[[reward.components]]`."""
+    `format`: 1 if there is a marked answer; `judge`: a model behind an endpoint decides; `rubric`: such a model checks
+    the answer against weighted criteria; `custom`: your function; `reward_model`: the score of a model that runs here;
+    `weighted`: a sum of `[[reward.components]]`."""
     correct_above: float = 0.5
     """Total reward above which an answer is correct, unless the reward or environment itself decides."""
     timeout_s: Annotated[Positive, Role.SPEED] = 10.0
@@ -263,8 +263,8 @@ class RewardSection(GraderKeys, role=Role.LEARNS):
     ] = 8
     """Batch size of a `reward_model`: answers to one problem that it scores at once."""
     overlong_tokens: Natural = 0
-    """Soft penalty of long answers in training (DAPO): over the last so many of `max_tokens` the reward falls linearly,
-    by 1 at `max_tokens`; correctness does not change. 0 switches it off."""
+    """Soft penalty of long answers in training (DAPO): over the last `overlong_tokens` of `max_tokens` the reward falls
+    linearly, by 1 at `max_tokens`; correctness does not change. 0 switches it off."""
     components: list[RewardComponent] = Field(default_factory=list)
     """The parts of a weighted reward, each logged by its name."""
     metrics_ranges: Annotated[dict[str, dict[str, float | bool]], AfterValidator(_ranges), Role.RECORDS] = Field(
@@ -371,11 +371,11 @@ class EnvironmentSection(Section, role=Role.SAMPLES):
     `module:function` or `module:Class` of your own, or a table `{ tool = "search", corpus = "notes.jsonl" }` with the
     tool's settings. The first answer without a call ends the episode, and [reward] grades it."""
     tools_prompt: str | None = None
-    """Description of the tools in the system message where the model's chat template cannot show them; unset is a list
-    of them with the call format, an empty text is nothing."""
+    """Description of the tools in the system message, used if the model's chat template cannot show them. Unset is a
+    list of the tools with the call format; an empty text adds no description."""
     correct_metric: Annotated[OptionalText, Role.LEARNS] = None
-    """Metric or component of the provider's environment that decides correctness: above 0.5 is correct. Unset is one
-    named `correct`. An episode without it is judged by `[reward] correct_above`."""
+    """Metric or component of the provider's environment that decides correctness: above 0.5 is correct. Unset is the
+    metric `correct`. An episode without this metric is judged by `[reward] correct_above`."""
     max_turns: Annotated[
         OptionalCount, BeforeValidator(lambda value: None if value == -1 else value, json_schema_input_type=int | None)
     ] = None

@@ -48,7 +48,8 @@ class Sampling:
 
     @property
     def requested(self) -> Sampling:
-        """Parameters for engines. Greedy sampling is not truncated. With top_p or min_p alone, top_k is MOST_KEPT."""
+        """Parameters that engines get. Greedy sampling is not truncated. If top_p or min_p is set and top_k is not,
+        top_k is MOST_KEPT."""
         if self.temperature == 0:
             return Sampling(self.max_tokens, self.temperature)
         cut = self.top_p < 1 or self.min_p > 0
@@ -72,14 +73,14 @@ class Training(Section, role=Role.LEARNS):
     """Sampling temperature while training; log-probabilities and ratios refer to the distribution sampled from."""
     top_p: PositiveShare = 1.0
     """Nucleus sampling while training: keep the most probable tokens that hold this share, after `min_p` and `top_k`.
-    The kept tokens are recorded; ratios, KL and entropies of the update are over the same ones. 1 is off."""
+    The kept tokens are recorded; ratios, KL and entropies of the update are over the same tokens. 1 is off."""
     top_k: TopK = 0
-    """Sample from so many most probable tokens; 0 and -1 are off, and mean 1024 with `top_p` or `min_p`."""
+    """Sample from this many most probable tokens; 0 and -1 are off, and mean 1024 with `top_p` or `min_p`."""
     min_p: Decay = 0.0
     """Sample from tokens that have at least this share of the largest probability; 0 is off."""
     num_iterations: Count = 1
     """Epochs: passes over each batch. From the second update of a batch on, the importance ratio differs from 1 and is
-    clipped; it is then relative to the trainer's log-probabilities before the first of them."""
+    clipped; it is then relative to the trainer's log-probabilities before the first update."""
     minibatches: Count = 1
     """Updates (optimizer steps) per pass. Each pass splits the batch in another way, and each update divides its loss
     by the count of its own part."""
@@ -87,7 +88,7 @@ class Training(Section, role=Role.LEARNS):
     """Unit that is not split: `group` keeps the rollouts of a prompt in one minibatch, `sequence` does not."""
     target_kl: OptionalPositive = None
     """Stop further passes over a batch once `policy/approxkl_avg`, averaged over the updates of a pass, exceeds this;
-    unset or 0 makes all of them."""
+    unset or 0 makes all passes."""
     dynamic_sampling: Natural = 0
     """Dynamic sampling (DAPO): most rounds in which a step samples more prompts, to replace groups whose rewards are
     all equal (DAPO's code samples 10 times in total: 9 here). Groups that are still missing are filled with such
@@ -124,8 +125,8 @@ class Training(Section, role=Role.LEARNS):
     log-probabilities, and the importance ratio, then differ by some thousandths from the sampler's. Without AMX it is
     slower. Only for bases in float32."""
     nonfinite_limit: Annotated[Count, Role.SPEED] = 3
-    """Consecutive steps with a NaN or infinite loss or gradient after which the run fails, saved as it was before them;
-    such updates are skipped and recorded. 1 fails at the first."""
+    """Consecutive steps with a NaN or infinite loss or gradient after which the run fails, saved in its state before
+    these steps. Their updates are skipped and recorded. 1 fails at the first such step."""
     deterministic: Annotated[bool, Role.LEARNS | Role.SAMPLES] = False
     """Use deterministic kernels of torch only: bitwise repeatable on a GPU, and slower."""
 
@@ -283,8 +284,8 @@ class CriticSection(Section, role=Role.LEARNS):
     vf_coef: Annotated[Positive, _CRITIC] = 0.1
     """Weight of the value loss. With a separate adapter, Adam cancels it except when gradients are clipped."""
     cliprange_value: Annotated[NotNegative, _CRITIC] = 0.2
-    """Clip range of values: the value loss is at least that of the value clipped to this distance; acts from the second
-    update of a batch on. 0 switches it off."""
+    """Clip range of values: the value is also clipped to this distance from the value before the first update, and the
+    larger of the two losses counts. Acts from the second update of a batch on. 0 switches it off."""
     warmup_steps: Annotated[Natural, _CRITIC] = 0
     """First steps in which only the critic trains."""
 

@@ -1,14 +1,14 @@
 """Decodes dense models (Llama, Mistral, Qwen2, Qwen3) by plain matrix products; ``engines.local`` calls it.
 
-A decode step through transformers' modules spends more time around the products than in them: a cache object per
-layer, repeated keys and values for grouped queries under a mask, one product per projection. Here projections with the
-same input are fused into one product (their weights become views of one matrix), grouped queries share one read of
-their keys, and the cache is written in place at each row's position. ``engines.step`` has the arithmetic.
+A decode step through transformers' modules spends more time on overhead than on matrix products: it makes a cache
+object per layer, repeats keys and values for grouped queries, and computes one product per projection. Here projections
+with the same input are fused into one product (their weights become views of one matrix), grouped queries share one
+read of their keys, and the cache is written in place at each row's position. ``engines.step`` has the arithmetic.
 
-Lanes: one adapter on a CPU in full precision is merged into a copy of the weights for one ``sample`` call; otherwise
-the LoRA products of all lanes are added at once (see ``policy.lora``). Weights are never merged in bfloat16, which
-would round most of a small ΔW away. On a CPU, larger models are read from a copy whose layout suits products of few
-rows (``policy.arithmetic.packed``), which is also made for one call.
+A single adapter on a CPU in full precision is merged into a copy of the weights for one ``sample`` call. Otherwise the
+LoRA products of all lanes are computed as one batched product (see ``policy.lora``). Weights are never merged in
+bfloat16, which would round most of a small ΔW away. On a CPU, larger models are read from a copy whose layout suits
+products of few rows (``policy.arithmetic.packed``); this copy is also made for one call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ SequenceName = tuple[int | str, ...]
 
 
 class Projection:
-    """Linear layers with the same input, as one matrix product: weight [Σ out, in]; ``sizes``: the outputs of each."""
+    """Linear layers with the same input as one matrix product. ``weight`` [Σ out, in]: their concatenated weights;
+    ``sizes``: number of outputs of each layer."""
 
     def __init__(self, base: BaseModel, layers: Sequence[nn.Module]):
         linears = [layer.base if isinstance(layer, LaneLinear) else layer for layer in layers]
@@ -71,13 +72,14 @@ class Projection:
     def weight(self) -> torch.Tensor:
         if self._joined is not None:
             return self._joined
-        # Streamed weights exist only while they are read: several are joined in a copy each time.
+        # Streamed weights exist only while they are read, so they are concatenated again at every call.
         weights: list[Any] = [linear.weight.detach() for linear in self._linears]  # pyright: ignore[reportCallIssue]
         return torch.cat(weights) if len(weights) > 1 else weights[0]
 
     def with_adapters(self, adapters: Sequence[LoraWeights], merge: bool, pack: bool) -> FusedLinear:
-        """Return the fused layer with these adapters. With ``merge``, the only one is added to a copy of the weight,
-        else all are kept as LoRA factors. ``pack``: copy the weight into a layout that is fast for few rows."""
+        """Return the fused layer with these adapters. With ``merge``, which needs a single adapter, the adapter is
+        added to a copy of the weight; without, all adapters stay LoRA factors. ``pack``: copy the weight into a layout
+        that is fast for few rows."""
         if merge and adapters and any(name is not None for name in self.names):
             return FusedLinear(self._merged(adapters[0], pack), self.bias, None, None)
         return FusedLinear(packed(self.weight) if pack else self.weight, self.bias, *self.factors(adapters))
@@ -140,8 +142,8 @@ class Layer:
 
 
 class StreamedBlocks:
-    """Decoder blocks whose weights are dequantised or gathered one layer at a time. The adapter in ``merged`` is added
-    to them; without one, they get the LoRA factors ``added``, by layer and projection."""
+    """Decoder blocks whose weights are dequantised or gathered one layer at a time. If ``merged`` has an adapter, it is
+    added to the weights; otherwise projection j of layer i gets the LoRA factors ``added[i][j]``."""
 
     def __init__(
         self,
@@ -195,7 +197,7 @@ class KVCache:
         self.capacity = capacity
 
     def select(self, rows: torch.Tensor) -> None:
-        """Replace the rows by those with these indices, which may repeat; layer by layer, to save memory."""
+        """Replace row i by row ``rows[i]``; indices may repeat. Copies one layer at a time to save memory."""
         for states in (self.keys, self.values):
             for layer in range(len(states)):
                 states[layer] = states[layer].index_select(0, rows)
@@ -209,7 +211,8 @@ class KVCache:
         return CachedBatch(keys, values)
 
     def restore(self, rows: torch.Tensor, sequences: Sequence[CachedSequence]) -> None:
-        """Fill the first columns of these rows with cached sequences, all from the same ``CachedBatch``."""
+        """Fill the first columns of row ``rows[i]`` with ``sequences[i]``. All sequences are from the same
+        ``CachedBatch``."""
         batch = sequences[0].batch
         sources = torch.tensor([sequence.row for sequence in sequences], device=rows.device)
         columns = min(max(len(sequence.token_ids) for sequence in sequences), self.capacity)
@@ -251,7 +254,7 @@ class SequenceCache:
                 self._bytes += share
 
     def take(self, ref: PolicyRef, name: SequenceName, prompt_ids: Sequence[int]) -> CachedSequence | None:
-        """Remove the sequence of this name. Return it if the prompt begins with it and is longer, else None."""
+        """Remove the sequence of this name. Return it if the prompt begins with its tokens and is longer, else None."""
         with self._lock:
             sequence = self._pop((ref, name))
         if sequence is None:
@@ -288,7 +291,7 @@ class DenseDecoder:
         self.sharded, self.is_streamed = base.sharded, base.is_streamed
         self._gather_ends()
         self.layers = [Layer(base, module, heads, kv_heads) for module in body.layers]
-        # Merging in half precision would round a small ΔW away. Of streamed weights, only one layer is copied.
+        # Merging in half precision would round a small ΔW away. Of sharded weights, only one layer is copied at a time.
         self.merges = (base.fits_copy or base.sharded is not None) and base.device.type == "cpu" and base.dtype in FULL
         self.packs_weights = base.packs_weights
         none = torch.empty(0, device=self.device, dtype=self.dtype)
@@ -320,7 +323,8 @@ class DenseDecoder:
 
     @staticmethod
     def of_lanes(blocks: Blocks, places: Sequence[int], lanes: int) -> Blocks:
-        """Return the blocks with the LoRA factors of the lanes ``places`` (ascending indices below ``lanes``) only."""
+        """Return the blocks with the LoRA factors of some lanes only. ``places``: ascending indices of these lanes
+        among the ``lanes`` lanes of ``blocks``."""
         if len(places) == lanes:
             return blocks
         first, last = places[0], places[-1] + 1
@@ -350,7 +354,7 @@ class DenseDecoder:
         """Return the frame with the rotary angles of at least ``length`` positions."""
         if len(self.frame.cos) < length:
             positions = torch.arange(max(length, 256), device=self.device).unsqueeze(0)
-            # Of its first argument transformers' rotary embedding reads device and dtype only.
+            # transformers' rotary embedding reads only the device and dtype of its first argument.
             cos, sin = self.rotary(torch.empty(0, device=self.device, dtype=self.dtype), positions)
             half = self.frame.head_dim // 2
             self.frame = self.frame._replace(cos=cos[0], sin=torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1))
@@ -372,18 +376,18 @@ class DenseDecoder:
         rows_S: torch.Tensor,
         source_S: torch.Tensor,
     ) -> torch.Tensor:
-        """Prefill prompts, padded on the right, as ``hidden`` does; return the logits [R, V] at each prompt's column
-        ``last_R``."""
+        """Prefill right-padded prompts (see ``hidden``); return the logits [R, V] at column ``last_R`` of each
+        prompt."""
         x_RTH = self.hidden(ids_RT, blocks, kv_cache, rows_S, source_S)
         return logits(self.frame, x_RTH[torch.arange(len(ids_RT), device=self.device), last_R])
 
     def hidden(
         self, ids_RT: torch.Tensor, blocks: Blocks, kv_cache: KVCache, rows_S: torch.Tensor, source_S: torch.Tensor
     ) -> torch.Tensor:
-        """Return the last block's output [R, T, H], and write keys and values to the cache: those of prompt
-        ``source_S[i]`` to row ``rows_S[i]``.
+        """Run the right-padded prompts ``ids_RT`` through all blocks; return the last block's output [R, T, H].
 
-        No padding mask is needed: padding is on the right, where causal attention does not look.
+        The keys and values of prompt ``source_S[i]`` are written to row ``rows_S[i]`` of the cache. No padding mask is
+        needed, because causal attention ignores everything to the right of a token.
         """
         rows, width = ids_RT.shape
         self._gather_ends()
@@ -413,7 +417,8 @@ class DenseDecoder:
         real_R: torch.Tensor,
     ) -> torch.Tensor:
         """Append tokens, padded on the right, to rows whose first ``start_R`` columns are cached; return the logits
-        [R, V] at each row's token ``last_R``. Rows without ``real_R`` are filler, which is not written to the cache."""
+        [R, V] at each row's token ``last_R``. Rows whose ``real_R`` is false are filler and are not written to the
+        cache."""
         count, width = ids_RT.shape
         self._gather_ends()
         rows_R = torch.tensor(rows, device=self.device)

@@ -2,7 +2,7 @@
 
 A step works in place on fixed buffers, so its launches are the same for every token. It runs eagerly a few times (these
 are real steps), is then captured once, and replayed afterwards. When the buffers move, ``forget`` drops the graphs. A
-step that cannot be captured keeps running eagerly, with one message; running out of memory is raised to the engine,
+step that cannot be captured keeps running eagerly, with one message. An out-of-memory error is raised to the engine,
 which reduces the batch.
 
 A captured step must neither wait for the device nor read host memory (rules of ``torch.cuda.graph``): it makes no
@@ -56,7 +56,7 @@ def cuda_capture(device: torch.device) -> Capture:
                 failed = _cause(error)
             if failed is not None:
                 torch.cuda.set_stream(before)  # a failed capture leaves its stream current
-                with suppress(RuntimeError):  # and the allocator may stay in the pool
+                with suppress(RuntimeError):  # the allocator may still use the graph's pool
                     torch.cuda.memory._cuda_endAllocateToPool(device.index or 0, pool)
                 raise failed
         if any("graph is empty" in str(warning.message).lower() for warning in caught):
@@ -74,7 +74,8 @@ def _cause(error: BaseException) -> BaseException:
 
 
 class StepGraphs:
-    """Runs steps eagerly or from captured graphs. There is one graph per key: the sizes that are fixed in its launches.
+    """Runs steps eagerly or from captured graphs. There is one graph per key; a key consists of the sizes that are
+    fixed in the graph's launches.
 
     ``new_capture`` makes the capture function, and makes it again after ``forget``. After a failed capture it is None
     and every step runs eagerly. ``captures`` counts the captured steps.

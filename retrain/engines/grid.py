@@ -181,7 +181,7 @@ class Grid:
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         inputs |= {"past_key_values": self.cache.cache, "use_cache": True}
-        # In half precision by the update's output layer, whose logits are fp32: both sides round alike.
+        # In half precision, use the update's output layer, whose logits are fp32: sampling and update round alike.
         if self.backbone is None or self.backbone.head is None or self.backbone.decoder is None:
             return self.base.model(**inputs, logits_to_keep=1).logits[:, -1]
         return self.backbone.head.logits(self.backbone.decoder(**inputs).last_hidden_state[:, -1])

@@ -39,23 +39,23 @@ CACHE_SHARE = 0.25  # Share of decoding memory for sequences that continue in a 
 # step (docs/records/performance.md)
 LEAST_PIECE_ROWS = 32
 PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS = 4, 48, 3  # Rows, tokens per row, and decode steps
-# Largest root mean square difference of log-probabilities, relative to the spread of the logits, at which a decoder is
-# used. Even in fp64, transformers computes norms and angles in fp32
+# Largest root mean square difference of log-probabilities, relative to the spread of the logits, at which the dense
+# decoder is used. Even in fp64, transformers computes norms and angles in fp32
 PROBE_LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4}
 # The same limit in half precision for one layer; layers round independently, so it grows with the square root of their
-# number. Measured, divided by that root: 0.0001 to 0.0025 on random models, 0.0006 on the bundled one; at least 0.02
-# with the scaling of attention wrong by 10 %
+# number. Differences measured, divided by that root: 0.0001 to 0.0025 on random models, 0.0006 on the bundled model;
+# at least 0.02 if the scaling of attention is wrong by 10 %
 PROBE_HALF_LIMIT = 0.006
 # Largest difference of a logit from the output layer's product, relative to the largest logit; half precision: 2⁻⁷
 PROBE_HEAD_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
 class LocalEngine:
-    """Samples with the base model and lanes that also train.
+    """Samples in this process with the base model and the LoRA lanes that are also trained here.
 
-    ``fast``: the model decodes through ``engines.dense``; ``dense=False`` forces the slow path. A batch has the rows
-    that fit in ``decode_bytes``. If it runs out of memory, it continues with half as many: ``fitting`` keeps their
-    number, and ``notify`` is called.
+    ``fast``: the model decodes through ``engines.dense``; ``dense=False`` forces the slow path. A batch has as many
+    rows as fit in ``decode_bytes``. If memory runs out, decoding continues with half as many rows, ``fitting`` stores
+    this number, and ``notify`` is called.
     """
 
     gives_entropy = True
@@ -136,7 +136,7 @@ class LocalEngine:
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
     ) -> list[list[Action]]:
-        """Sample as ``Engine.sample`` does, with one lane per policy.
+        """Implement ``Engine.sample`` with one lane per policy.
 
         Raises ModelError if a prompt and its completion exceed the model's context, RunFailed for weights that were not
         published.
@@ -168,7 +168,7 @@ class LocalEngine:
             except RuntimeError as error:
                 if not is_out_of_memory(error) or rows <= len(policies):
                     raise
-                # Every lane needs a row: below that the batch cannot shrink.
+                # Every lane needs at least one row.
                 rows = self.fitting = max(len(policies), min(rows, len(indices)) // 2)
                 self.sequence_cache.clear()
                 self.notify(f"out of memory while decoding: continuing with {rows} sequences at once")
@@ -245,11 +245,11 @@ class LocalEngine:
         ``sequence_cache``."""
         kind, layers = self.base.device.type, self.base.model.config.get_text_config().num_hidden_layers
         columns = self.settings.columns
-        # Truncated sampling holds two more copies: of the mass that remains.
+        # Truncated sampling holds two more tensors of this size, for the probabilities inside the kept set.
         logits_bytes = (LOGITS_COPIES + 2 * truncated) * 4 * self.base.vocab_size
         budget = self.decode_bytes - continues * self.sequence_cache.limit
         held = -(-length // columns) * columns * self._cache_bytes
-        # One layer's cache once more, because a batch that is resized copies layer by layer.
+        # Resizing a batch copies its cache layer by layer, so one layer's cache is held twice.
         fitting = budget // (held + held // (2 * layers) + logits_bytes)
         return max(1, min(MOST_ROWS.get(kind, MOST_ROWS["cuda"]), fitting))
 
@@ -266,7 +266,7 @@ def indices_by_lane(requests: Sequence[LaneRequest]) -> list[SampleIndex]:
 
 def pieces_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], count: int) -> list[list[SampleIndex]]:
     """Cut the samples into at most ``count`` pieces (at least one) of whole requests. Every piece gets about as many
-    requests of each lane, because all lanes of a batch have as many rows as the largest one."""
+    requests of each lane, because every lane of a batch has as many rows as the lane that needs most."""
     by_lane: dict[int, dict[int, list[SampleIndex]]] = {}
     for index in indices:
         by_lane.setdefault(requests[index.request].lane, {}).setdefault(index.request, []).append(index)
@@ -321,8 +321,6 @@ def is_supported(base: BaseModel) -> bool:
 
 
 def dense_decoder(base: BaseModel, settings: DecodeSettings) -> DenseDecoder | None:
-    """Return the fast decoder of this base. Return None if the base is not ``is_supported``, or the decoder fails the
-    trial ``reproduces``."""
     if not is_supported(base):
         return None
     decoder = DenseDecoder(base, settings)
@@ -330,8 +328,8 @@ def dense_decoder(base: BaseModel, settings: DecodeSettings) -> DenseDecoder | N
 
 
 def reproduces(decoder: DenseDecoder, base: BaseModel) -> bool:
-    """Return whether the decoder's log-probabilities of drawn tokens equal those of the model's own forward pass,
-    within ``PROBE_LIMITS``, after random tokens. No lane may be active."""
+    """Run random tokens through the decoder and through the model's own forward pass; return whether the
+    log-probabilities of drawn tokens agree within ``PROBE_LIMITS``. No lane may be active."""
     noise, device = generator("probe of the dense decoder"), base.device
     shape = (PROBE_ROWS, min(PROBE_WIDTH, base.context_length))
     ids_RT = torch.from_numpy(noise.integers(0, base.vocab_size, shape)).to(device)

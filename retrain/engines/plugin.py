@@ -40,9 +40,10 @@ class PluginEngine:
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
     ) -> list[list[Action]]:
-        """Sample as ``Engine.sample`` does, one run after the other.
+        """Implement ``Engine.sample``, one run after the other.
 
-        Raises PluginError if a backend returns a wrong number of completions, a wrong length or a wrong value.
+        Raises PluginError if a backend returns a wrong number of completions, a completion of a wrong length, or an
+        invalid log-probability.
         """
         sampled: list[list[Action]] = [[] for _ in requests]
         for ref in dict.fromkeys(request.policy for request in requests):

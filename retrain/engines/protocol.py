@@ -32,7 +32,7 @@ class Engine(Protocol):
         """Make the weights available to requests for the policy ``ref``, until it is retired."""
 
     def retire(self, ref: PolicyRef) -> None:
-        """Drop the weights of ``ref``, which no later request may name. Does nothing if they were not published."""
+        """Drop the weights of ``ref``; no later request may name it. Does nothing if they were not published."""
 
     def state(self) -> EngineState: ...
 

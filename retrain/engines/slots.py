@@ -1,5 +1,5 @@
-"""Decode batches: their sequences with settings and results, and the batch of a dense decoder (lanes × slots), in which
-the slot of a finished sequence is given to a waiting one. ``engines.local`` calls it.
+"""Decode batches: the sequences of a batch with their settings and results (``BatchSequences``), and the batch of a
+dense decoder (``SlotBatch``: lanes × slots), in which a waiting sequence takes the slot of a finished one.
 
 Each lane owns an equal consecutive share of the rows, so that the LoRA product of all lanes is one batched matrix
 product. A prompt is prefilled once for all of its samples that start together. When no sequence waits, or a lane has
@@ -44,7 +44,6 @@ class LaneRequest(SampleRequest):
 
     @property
     def truncates(self) -> bool:
-        """Return whether top-k, top-p or min-p restricts the tokens that can be sampled."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -59,8 +58,8 @@ def lanes_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex]) ->
 
 
 def check_lengths(requests: Sequence[SampleRequest], context: int, owner: str) -> int:
-    """Return the most tokens of a prompt with its completion. Raises ModelError if they exceed ``context``, the limit
-    of ``owner`` (a name for the message)."""
+    """Return the largest sum of a request's prompt tokens and ``max_tokens``. Raises ModelError if it exceeds
+    ``context``, the limit of the model or server ``owner`` (a name for the message)."""
     longest, prompt, completion = max(
         ((len(r.prompt_ids) + r.max_tokens, len(r.prompt_ids), r.max_tokens) for r in requests), default=(0, 0, 0)
     )
@@ -75,8 +74,8 @@ def check_lengths(requests: Sequence[SampleRequest], context: int, owner: str) -
 class BatchSequences:
     """The sequences of a decode batch: settings on the host, uniform numbers and results on the device.
 
-    ``requests`` and ``indices`` have one entry per sequence. Tensors have one more, for ``scratch``: the sequence that
-    idle rows write to.
+    ``requests`` and ``indices`` have one entry per sequence. Tensors have one entry more, for ``scratch``, the sequence
+    that idle rows write to.
     """
 
     def __init__(self, base: BaseModel, requests: Sequence[LaneRequest], indices: Sequence[SampleIndex]):
@@ -132,8 +131,8 @@ class BatchSequences:
             rows.cut_R3.copy_(torch.from_numpy(self.cuts[sequence_R]))
 
     def reserve_draws(self, draws: int) -> bool:
-        """Reserve space for the kept sets of ``draws`` more draws; return whether the record was reallocated. Waits for
-        the device if the sampling is truncated."""
+        """Reserve space in the support record for the kept sets (of top-k, top-p or min-p) of ``draws`` more draws;
+        return whether the record was reallocated. Waits for the device if the sampling is truncated."""
         record = self.sampled.support
         if record is None:
             return False
@@ -172,7 +171,8 @@ class BatchSequences:
 
 
 def cuts_of(requests: Sequence[LaneRequest], vocabulary: int) -> np.ndarray | None:
-    """Return top-k, top-p and min-p of these requests and of scratch, float64 [N + 1, 3]; None if none is truncated."""
+    """Return top-k, top-p and min-p of each request, and last of the scratch sequence, float64 [N + 1, 3]; None if no
+    request uses them."""
     cuts = [
         (min(r.top_k or vocabulary, vocabulary), r.top_p, r.min_p) if r.truncates else (0, 1.0, 0.0) for r in requests
     ]
@@ -229,7 +229,7 @@ class SlotBatch:
         self.rows = self.sequences.new_rows(self.sequence)
 
     def _reserve_draws(self, draws: int) -> None:
-        # Graphs replay on addresses: those of the old record are free now.
+        # Graphs replay on fixed addresses, and the memory of the old record is free now.
         if self.sequences.reserve_draws(draws) and self.graphs is not None:
             self.graphs.forget()
 
@@ -330,7 +330,8 @@ class SlotBatch:
             self.cache.put(policy, named, self.kv_cache.copy(index, max(len(read) for _, read in named)))
 
     def _admit(self) -> bool:
-        """Admit waiting sequences to idle rows when it is worth a prefill; return whether any was admitted."""
+        """Admit waiting sequences to idle rows, if enough can enter to justify a prefill; return whether any was
+        admitted."""
         admitted: list[tuple[int, int]] = []
         for i, lane in enumerate(self.lanes):
             lane_rows = range(i * self.slots, (i + 1) * self.slots)
@@ -377,8 +378,8 @@ class SlotBatch:
         self._first_token(logits[source], rows)
 
     def _restore(self, rows_of: list[dict[int, list[int]]]) -> list[list[PartialPrefill]]:
-        """Copy cached sequences into the rows that continue them, and remove these rows from ``rows_of``. Return, per
-        lane, such rows with the prompt tokens that are not cached."""
+        """Copy cached sequences into the rows that continue them, and remove these rows from ``rows_of``. Return the
+        rows of each lane that were removed, with the prompt tokens that are not cached."""
         continuations: list[list[PartialPrefill]] = []
         batches: dict[int, list[tuple[int, CachedSequence]]] = {}
         for lane_rows in rows_of:

@@ -1,16 +1,16 @@
 """A decode step of a dense decoder as functions over tensors: forward pass, draw, and the record of what was sampled.
 
 Written in the part of Python that TorchScript compiles (no ``from __future__ import annotations``, no closures): a
-compiled step runs without the interpreter's lock, so that pieces of a decode batch really decode side by side on the
-cores of a CPU (``compiled_decode_steps``). On a GPU the same functions run as Python and are captured in a CUDA graph:
-in place, without waiting for the device, with shapes that do not depend on values.
+compiled step runs without the interpreter's lock, so that pieces of a decode batch run in parallel on the cores of a
+CPU (``compiled_decode_steps``). On a GPU the same functions run as Python and are captured in a CUDA graph. They
+therefore work in place, do not wait for the device, and have shapes that do not depend on values.
 
-Truncated sampling (top-k, top-p, min-p): a truncated sampler draws from π(·|S) = π/π(S) on a kept set S. With π over
-the whole vocabulary in the update, every importance ratio would be wrong by π(S). The kept set is therefore recorded
-token by token as it was sampled, and the update takes its log-probabilities over that very set: "Keep Sampling Mask"
-(DeepSeek-V3.2, arXiv 2512.02556 §3.1; as a list of token ids with offsets in vLLM's and prime-rl's sampling replay). An
-update that recomputed the set from its own logits would move it with the policy: a token at its edge could drop out by
-rounding or dropout, and would have no ratio.
+Truncated sampling (top-k, top-p, min-p): a truncated sampler draws from π(·|S) = π/π(S) on a kept set S. If the update
+used π over the whole vocabulary, every importance ratio would be wrong by the factor π(S). The kept set is therefore
+recorded for every sampled token, and the update computes its log-probabilities over the recorded set: "Keep Sampling
+Mask" (DeepSeek-V3.2, arXiv 2512.02556 §3.1; as a list of token ids with offsets in vLLM's and prime-rl's sampling
+replay). If the update recomputed the set from its own logits, the set would change with the policy: a token at its edge
+could drop out of the set by rounding or dropout, and would have no importance ratio.
 
 Order as in vLLM: temperature; min-p (probability relative to the largest one); top-k; then top-p of the remaining mass
 (the smallest set of most probable tokens that holds this share).
@@ -93,9 +93,10 @@ class Frame(NamedTuple):
 class Rows(NamedTuple):
     """The rows of a decode batch on the device.
 
-    A row decodes the sequence ``sequence_R``. Its last token ``token_R`` is at ``position_R`` of the cache and has
-    index ``sampled_R`` in the completion. Idle rows (``alive_R`` false) write to the last sequence, which is scratch.
-    ``temperature_R1`` None: all 1; ``greedy_R1`` None: no row is greedy; ``cut_R3`` None: no row is truncated.
+    A row decodes the sequence ``sequence_R``, at most ``limit_R`` tokens. Its last token ``token_R`` is at
+    ``position_R`` of the cache and has index ``sampled_R`` in the completion. Idle rows (``alive_R`` false) write to
+    the last sequence, which is scratch. ``temperature_R1`` None: all 1; ``greedy_R1`` None: no row is greedy;
+    ``cut_R3`` (top-k, top-p and min-p) None: no row is truncated.
     """
 
     token_R: torch.Tensor
@@ -115,8 +116,9 @@ def select_rows(rows: Rows, index: torch.Tensor) -> Rows:
 
 
 class SupportRecord(NamedTuple):
-    """The kept set of every token: ``count_NT`` ids in ``ids_M``, beginning at index ``first_NT``. The first ``used_1``
-    elements of ``ids_M`` are in use; the last is scratch. ``rank_K``: 0 to K − 1, K the largest top-k."""
+    """Kept set of every token under truncated sampling: ``count_NT`` ids of ``ids_M``, from index ``first_NT`` on. The
+    first ``used_1`` elements of ``ids_M`` are in use; the last element is scratch. ``rank_K``: 0 to K − 1, where K is
+    the largest top-k."""
 
     ids_M: torch.Tensor
     used_1: torch.Tensor
@@ -198,7 +200,7 @@ def forward(
     """Return logits [R, V] after one token per row; its keys and values go to column ``position_R`` of the row.
 
     ``keys`` and ``values``: per block [R, kv_heads, capacity, D], of which the first ``columns`` are read. ``ragged``:
-    some rows have not written all of these.
+    some rows have written fewer columns.
     """
     rows, dim = token_R.shape[0], frame.head_dim
     capacity, both = keys[0].shape[2], frame.heads + frame.kv_heads
@@ -240,12 +242,12 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Sample one token per row from softmax(logits / temperature), truncated by ``cut_R3`` and renormalised.
 
-    Return the tokens [R], their log-probabilities [R] and the entropies [R] (nats) of that distribution, and the kept
-    ids [R, K] of ``truncated``, None without ``cut_R3``. The token is the first whose cumulative probability exceeds
-    ``uniforms_R`` (in [0, 1)): rows are independent and nothing is sorted. ``temperature_R1``: None for 1.
-    ``greedy_R1``: rows that take the largest logit. ``cut_R3`` and ``rank_K`` are those of ``truncated``,
-    ``exact_sums`` is that of ``cumulated``. Computes in fp32 (fp64 for fp64 logits). NaN logits give an arbitrary token
-    with log-probability NaN.
+    Return the tokens [R], their log-probabilities [R], the entropies [R] (nats) of the distribution that was sampled,
+    and the kept ids [R, K] (see ``truncated``; None without ``cut_R3``). The token is the first whose cumulative
+    probability exceeds ``uniforms_R`` (in [0, 1)), so rows are independent and nothing is sorted. ``temperature_R1``:
+    None for 1. ``greedy_R1``: rows that take the largest logit. ``cut_R3``, ``rank_K``: see ``truncated``.
+    ``exact_sums``: see ``cumulated``. ``chunk``: logits that a CPU processes at a time. Computes in fp32 (fp64 for fp64
+    logits). NaN logits give an arbitrary token with log-probability NaN.
     """
     count = logits_RV.shape[0]
     rows = count if logits_RV.is_cuda else max(1, chunk // logits_RV.shape[1])
@@ -350,8 +352,8 @@ def _aim(uniforms_R1: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
 def truncated(
     mass_RV: torch.Tensor, cut_R3: torch.Tensor, rank_K: torch.Tensor, exact_sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the masses [R, V] (largest of a row: 1) with 0 outside the kept set, and the ids [R, K] of the kept set,
-    most probable first, with −1 for those not kept.
+    """Return the masses [R, V] (largest of a row: 1) with 0 outside the kept set, and the ids [R, K] of the K most
+    probable tokens, in descending order, with −1 in place of ids outside the kept set.
 
     ``cut_R3``: top-k (0: the row is not truncated and keeps no ids), top-p and min-p of each row. ``rank_K``: 0 to
     K − 1, where K is the largest top-k; only K tokens are sorted.
@@ -370,8 +372,9 @@ def truncated(
 def cumulated(mass_RV: torch.Tensor, exact_sums: bool = False) -> torch.Tensor:
     """Return the cumulative sums of the masses (each 0 to 1) along each row.
 
-    A GPU adds floats in no fixed order, and raises under ``torch.use_deterministic_algorithms``; ``exact_sums`` adds
-    integer multiples of 2⁻⁴⁰ instead, whose sum is exact and fits in int64 for the largest vocabularies.
+    On a GPU, the cumulative sum of floats has no fixed order, and torch raises an error for it under
+    ``torch.use_deterministic_algorithms``. ``exact_sums`` adds integer multiples of 2⁻⁴⁰ instead, whose sum is exact
+    and fits in int64 for the largest vocabularies.
     """
     if not exact_sums:
         return mass_RV.cumsum(-1)
@@ -380,7 +383,8 @@ def cumulated(mass_RV: torch.Tensor, exact_sums: bool = False) -> torch.Tensor:
 
 
 def record_support(record: SupportRecord, ids_RK: torch.Tensor, index_R: torch.Tensor) -> None:
-    """Append each row's kept ids (−1: not kept) as the kept set of token ``index_R`` of the flattened [N, T]."""
+    """Append the kept ids of each row (−1: not kept) to the record, as the kept set of the token with index ``index_R``
+    in the flattened tables [N, T]."""
     kept_RK = ids_RK >= 0
     count_R = kept_RK.sum(1)
     end_R = count_R.cumsum(0) + record.used_1
@@ -405,7 +409,8 @@ def empty_record(count: int, longest: int, most: int, device: torch.device) -> S
 
 
 def supports_of(record: SupportRecord, sequences: torch.Tensor, lengths_N: np.ndarray) -> list[Support | None]:
-    """Return for each sequence the token ids that top-k, top-p or min-p kept at every position; None without them."""
+    """Return for each sequence the token ids that top-k, top-p or min-p kept at every position; None for a sequence
+    that used none of them."""
     first_NT, count_NT = (table[sequences].cpu().numpy() for table in (record.first_NT, record.count_NT))
     supports: list[Support | None] = []
     for first_T, count_T, length in zip(first_NT, count_NT, lengths_N, strict=True):
@@ -421,7 +426,7 @@ def supports_of(record: SupportRecord, sequences: torch.Tensor, lengths_N: np.nd
 
 
 def draw_tokens(rows: Rows, sampled: SampledTokens, logits_RV: torch.Tensor, exact_sums: bool) -> torch.Tensor:
-    """Draw and record every row's next token, in place. Return a mask [R] of rows that end with it and become idle."""
+    """Draw and record every row's next token, in place. Return a mask [R] of the rows that end with this token."""
     # Idle rows draw too, because shapes are fixed: their tokens go to the scratch sequence.
     scratch, longest = sampled.tokens_NT.shape[0] - 1, sampled.tokens_NT.shape[1]
     index = rows.sequence_R.masked_fill(~rows.alive_R, scratch) * longest + rows.sampled_R

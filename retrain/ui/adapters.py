@@ -1,6 +1,7 @@
 """Compute the spectra of trained LoRA adapters, and how far the updates of two adapters span the same space.
 
-Follows ``maths.squeeze`` in numpy, one module in memory at a time: torch would take more memory than the page's server.
+The mathematics is that of ``maths.squeeze``, here in numpy and with one module in memory at a time, because torch alone
+would take more memory than the page's server.
 """
 
 import json
@@ -89,7 +90,8 @@ def _scale(config: Row, name: str, rank: int) -> float:
 
 
 def _factors(file: IO[bytes]) -> dict[str, tuple[Row, Row]]:
-    """Return where A [r, in] and B [out, r] of each module are, as in the header that begins the file."""
+    """Return the header's entries (dtype, shape, offsets) for A [r, in] and B [out, r] of each module. Leaves ``file``
+    at the end of the header."""
     head = file.read(8)
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
     if not 0 < length <= MOST_HEADER:

@@ -102,7 +102,6 @@ def error_response(status: int, text: str) -> JSONResponse:
 
 
 def _json_response(request: Request, value: object) -> Response:
-    """Return ``value`` as strict JSON, or status 304 if the client already has it."""
     body = dumps(value).encode()
     tag = f'W/"{zlib.crc32(body):08x}{len(body):x}"'
     headers = {"ETag": tag, "Cache-Control": "no-cache"}

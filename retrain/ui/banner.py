@@ -60,8 +60,9 @@ def _message(text: str) -> str:
 
 
 def resume_command(library: Library, home: Home) -> JsonObject | None:
-    """Return {"command", "now"}: the command that continues failed and interrupted runs, and whether nothing else is
-    training, so that it can be typed now. None if there is nothing to resume, or another tool trained the runs."""
+    """Return the ``command`` that continues failed and interrupted runs, and ``now``, which is true if no run is
+    training, so that the command can be typed at once. None if there is nothing to resume, or another tool trained the
+    runs."""
     campaign = library.campaign(home.location)
     states = {run.state for run in campaign.runs}
     is_running = "running" in states

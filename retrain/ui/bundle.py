@@ -43,10 +43,11 @@ WAIT_MS = 60_000
 
 FREE = ("points", "wait_ms", "since", "count")
 PLAIN = ("first=0", "down=0", "sort=index", "sample=0")
-"""Parts of a query that do not change the name of an answer, as in ``static/copy.js``."""
+"""Parts of a query that are left out of an answer's name: the parameters ``FREE``, and parameters that have the default
+values ``PLAIN``. ``static/copy.js`` has the same lists."""
 
 OF_THE_MACHINE = ("places", "campaign", "compare", "log", "notes", "why", "timeline", "lora", "run", "runs")
-"""Endpoints whose answers get their paths cut; texts of models and problems stay as they are."""
+"""Endpoints in whose answers absolute paths are shortened. Texts of models and problems are not changed."""
 ABSOLUTE = re.compile(
     r"(?:(?<=file://)|(?<![\w/.:~…]))/(?!dev/null)(?:[^\s/\"'<>|:,;()\[\]{}]+/)+([^\s/\"'<>|:,;()\[\]{}]*)"
 )
@@ -56,8 +57,8 @@ Questions = Iterator[tuple[str, list[Question]]]  # (name of the file for the an
 
 
 def write_bundle(library: Library, out: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> int:
-    """Write the copy into ``out``, which must not exist or be empty; return the bytes written. ``progress`` gets the
-    number of campaigns and runs that are done, and of all.
+    """Write the copy into ``out``, a missing or empty directory; return the bytes written. ``progress`` gets the number
+    of campaigns and runs that are copied, and the number of all.
 
     Raises UsageError if ``out`` is in use or there is nothing to show, StorageError if a file cannot be written.
     """
@@ -113,7 +114,8 @@ class Answers:
         self._write(name, answers)
 
     def write_evolutions(self, name: str, home: Home) -> None:
-        """Write ``/api/problem`` for all held-out problems at once; one by one, each answer would read every file."""
+        """Write the answers of ``/api/problem`` for all held-out problems. They are computed together, because each
+        answer alone would read every file."""
         runs = indices_of(self.context.library, home)
         answers: JsonObject = {}
         for held_out in self.sets(home):
@@ -141,7 +143,7 @@ def without_paths(value: object) -> object:
 
 
 def key_of(endpoint: str, query: JsonObject) -> str:
-    """Return the name of an answer, which is also that of ``nameOf`` in ``static/copy.js``."""
+    """Return the name of an answer. ``nameOf`` in ``static/copy.js`` returns the same name."""
     pairs = sorted(f"{key}={value}" for key, value in query.items() if key not in FREE and value not in (None, ""))
     return f"{endpoint}?{'&'.join(pair for pair in pairs if pair not in PLAIN)}"
 
@@ -153,7 +155,7 @@ def _of_metrics(answers: Answers, home: Home) -> Questions:
     yield "campaign", [("campaign", at | {"wait_ms": WAIT_MS}), ("runs", at), ("metrics", at)]
     for number, names in enumerate(_by_section(keys)):
         yield f"columns_{number}", [("columns", at | {"key": key, "x": "step", "points": POINTS}) for key in names]
-    axes = AXES[1:]  # those besides the steps
+    axes = AXES[1:]  # all but the steps
     yield "axes", [("columns", at | {"key": key, "x": x, "points": POINTS}) for key in watched for x in axes]
     if home.kind == "campaign":
         chief = list(dict.fromkeys([key for key in keys if key.startswith("eval/")][:40] + watched))
@@ -171,8 +173,9 @@ def _by_section(keys: Iterable[str]) -> list[list[str]]:
 
 
 def _of_conditions(answers: Answers, home: Home) -> Questions:
-    """Yield the queries that compare conditions: their first runs with the baseline's, every held-out set by problem,
-    and each problem under the baseline and another condition, if both recorded their evaluations."""
+    """Yield the queries that compare conditions: the first run of each condition with that of the baseline, every
+    held-out set by problem, and each problem under the baseline and another condition, if both recorded their
+    evaluations."""
     first = [runs[0] for label in home.labels if (runs := home.of(label))]
     yield "compare", [("compare", {"a": first[0].location, "b": other.location}) for other in first[1:]]
     for number, held_out in enumerate(answers.sets(home)):

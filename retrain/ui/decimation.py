@@ -1,4 +1,4 @@
-"""Smooth a run's rows, and thin them to the points that a chart can show. Smoothing comes first."""
+"""Smooth a run's rows, then thin them to the points that a chart can show."""
 
 from __future__ import annotations
 

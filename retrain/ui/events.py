@@ -27,7 +27,7 @@ WATCHED = {
     METRICS: "metrics", EVALS: "evals", NOTES: "notes", LOG: "log", ITERATIONS: "rollouts", SPANS: "timeline",
     FOREIGN: "metrics",
 }  # fmt: skip
-"""Files of a run that grow, with the name of the change in events; last, those of another tool."""
+"""Growing files of a run → name of their change in events. ``FOREIGN`` stands for the files of another tool."""
 
 Snapshot = dict[str, JsonObject]  # Stamps and states of runs, by location
 
@@ -55,7 +55,8 @@ def events_route(context: ApiContext, closing: Callable[[], bool]) -> Route:
 async def stream(
     context: ApiContext, location: str | None, listeners: set[object], closing: Callable[[], bool]
 ) -> AsyncIterator[str]:
-    """Yield events for one page, about one location or, for None, all. It is in ``listeners`` until it is closed."""
+    """Yield events about one location, or about all if it is None, for one page. The page counts in ``listeners`` until
+    its connection is closed."""
     listener = object()
     listeners.add(listener)
     try:
@@ -80,7 +81,7 @@ async def stream(
 def snapshot(context: ApiContext, location: str | None) -> Snapshot:
     try:
         homes = context.library.homes() if location is None else [context.library.home(location)]
-    except (ApiError, OSError):  # taken away: it may come back
+    except (ApiError, OSError):  # moved away; it may come back
         return {}
     now: Snapshot = {}
     for home in homes:

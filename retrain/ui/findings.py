@@ -40,7 +40,8 @@ Signature = tuple[object, ...]
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """A comparison, or ``why`` there is none. ``power``: lines on seeds needed. ``fresh``: it is up to date."""
+    """Comparison of a campaign, or the reason ``why`` there is none. ``power``: see ``power_of``. ``fresh``: the
+    comparison is of the present files."""
 
     signature: Signature
     comparison: Row | None
@@ -50,8 +51,8 @@ class Finding:
 
 
 class Findings:
-    """Comparisons of a library's campaigns. ``done`` of ``of`` queued runs and comparisons are finished; both are 0 if
-    nothing is queued."""
+    """Comparisons of a library's campaigns. ``of``: number of runs and comparisons that were queued; ``done``: how many
+    of them are finished. Both are 0 if nothing is queued."""
 
     def __init__(self, library: Library):
         self._library = library
@@ -65,8 +66,8 @@ class Findings:
         self.done = self.of = 0
 
     def comparison(self, home: Home, wait_s: float) -> Finding:
-        """Return the comparison of a campaign's present files, or why there is none. If that takes longer than
-        ``wait_s`` seconds, return the last one, with ``fresh`` false."""
+        """Return the comparison of a campaign's present files, or why there is none. If the comparison takes longer
+        than ``wait_s`` seconds, return the previous one, with ``fresh`` false."""
         if home.source != "retrain":
             return Finding((), None, FOREIGN)
         if not home.manifest:
@@ -87,7 +88,8 @@ class Findings:
         return last is not None and last.signature == signature
 
     def last_comparison(self, home: Home) -> Row | None:
-        """Return the last comparison, else the one that an ended campaign wrote, else None. Computes nothing."""
+        """Return the last comparison made here, else the one in the files of an ended campaign, else None. Computes
+        nothing."""
         if home.path in self._findings:
             return self._findings[home.path].comparison
         if home.source == "retrain" and home.state in ENDED:
@@ -96,7 +98,7 @@ class Findings:
         return None
 
     def last(self, home: Home) -> Finding | None:
-        """Return the last comparison that was made here, if any; another object after each."""
+        """Return the last finding made here, or None. Every comparison makes a new object."""
         return self._findings.get(home.path)
 
     def device_seconds(self, home: Home) -> float | None:
@@ -104,8 +106,8 @@ class Findings:
         return math.fsum(seconds) if seconds else None
 
     def signature(self, home: Home) -> Signature:
-        """Return a value that differs if the comparison may differ: states, settings, evaluations, declarations,
-        interim analyses and notes, but not rows of training."""
+        """Return a value that changes when the comparison may change. It covers states, settings, evaluations,
+        declarations, interim analyses and notes, but not rows of training."""
         runs = [(run.run_id, run.state, run.reason, *(stamp_of(run.path / name) for name in READ)) for run in home.runs]
         entries = [(entry["label"], entry["seed"], entry.get("seal")) for entry in home.manifest.get("runs", ())]
         stamps = stamp_of(home.path / PLAN), stamp_of(Registry(home.path).path)
@@ -122,8 +124,8 @@ class Findings:
         return written is not None and written >= newest and self.last_comparison(home) is not None
 
     def ask(self, homes: Iterable[Home], first: bool = False) -> None:
-        """Read and compare campaigns with new files in the background, small ones before large ones; ``first``: before
-        all others. Reading a run again costs little, so that requests may overlap."""
+        """Queue campaigns with new files, to be read and compared in the background, small ones before large ones.
+        ``first`` puts them before all others. Requests may overlap, because reading a run again costs little."""
         for home in homes:
             stamps = [stamp_of(run.path / METRICS) for run in home.runs]
             signature = (self.signature(home), stamps)
@@ -146,7 +148,7 @@ class Findings:
             if run is None:
                 self._compare_if_changed(self._requests[path][0])
             else:
-                with suppress(Exception):  # a damaged file may be whole the next time; the page shows the rest
+                with suppress(Exception):  # a damaged file may be complete the next time
                     self._read(run)
             with self._turn:
                 self.done += 1
@@ -160,7 +162,7 @@ class Findings:
             seconds = own_seconds(numbers)
             if seconds is not None:
                 self._seconds[run.path] = rows, float(np.nansum(seconds))
-            for key in watched(numbers.keys):  # what is looked at first is in memory
+            for key in watched(numbers.keys):  # so that what pages show first is in memory
                 numbers.column(key)
 
     def _compare_if_changed(self, home: Home) -> None:
@@ -169,7 +171,7 @@ class Findings:
             return
         try:
             finding = self._compare(home, signature)
-        except Exception as error:  # a mistake of ours must not end the thread that reads all others
+        except Exception as error:  # a bug must not end the thread that reads all campaigns
             traceback.print_exc()
             why = f"the comparison failed ({type(error).__name__}); the terminal shows where"
             finding = Finding(signature, None, why)
@@ -207,7 +209,8 @@ def verdict_of(comparison: Row | None) -> JsonObject | None:
 
 
 def power_of(home: Home, comparison: Row) -> list[JsonObject]:
-    """Return, by condition, a sentence on the seeds that would show its present difference, and TOML to paste."""
+    """Return for each condition a sentence on the number of seeds that would show its present difference, and TOML with
+    these seeds."""
     others = comparison["conditions"][1:]
     measure = Measure(comparison["summary"], comparison["metric"])
     spread = pair_spread([condition["differences"] for condition in others])

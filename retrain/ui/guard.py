@@ -19,7 +19,7 @@ from retrain.ui.answers import error_response
 from retrain.util.addresses import is_local
 
 LISTENED = ("/api/events",)
-"""Paths with endless answers. The number of listeners is limited, so that another site must not use them up."""
+"""Paths with endless answers. Their number is limited, and another site must not be able to use it up."""
 MOST_QUERY = 16_384  # Bytes of a query
 CSP = "; ".join((
     "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data:", "connect-src 'self'",
@@ -35,7 +35,8 @@ HEADERS = {
 
 
 class Guard:
-    """Outermost layer of the application. ``host``: where it listens; ``token``: None if requests need none."""
+    """Outermost layer of the application. ``host``: address at which it listens; ``token``: None if requests need
+    none."""
 
     def __init__(self, app: ASGIApp, host: str, token: str | None = None, port: int = 0):
         self.app, self.host, self.token = app, host, token
@@ -67,7 +68,8 @@ class Guard:
         return None
 
     def _is_ours(self, name: str) -> bool:
-        """Return whether a Host name is this server's. IP addresses cannot be rebound; the port may be a tunnel's."""
+        """Return whether a Host name is this server's. If other machines may connect, every IP address is accepted,
+        because DNS rebinding needs a name. The port is not checked, because it may be a tunnel's."""
         if is_local(self.host):
             return is_local(name)
         names = {self.host, "localhost", socket.gethostname(), socket.getfqdn()}

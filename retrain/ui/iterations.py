@@ -1,8 +1,8 @@
 """Index the iterations (training steps and evaluations) of a run, and read the rollouts of one iteration.
 
-The index is ``iterations.jsonl``; runs of earlier releases have none, and the names of their summary files are listed.
-A recorded iteration has all of its rollouts in a file of tokens. For others there are summary lines and the shortened
-texts of ``emergence/``.
+The index is ``iterations.jsonl``. Runs of earlier releases have none; their index is made from the names of their
+summary files. A recorded iteration has all of its rollouts in a file of tokens. Other iterations have summary lines and
+the shortened texts of ``emergence/``.
 """
 
 from collections import defaultdict
@@ -124,7 +124,8 @@ class Index:
         return self.lines(name, _COMPLETION, begin, end)
 
     def get(self, split: str, number: int | None) -> IterationEntry:
-        """Return an iteration; for None the newest recorded, else the newest one. Raises UsageError if none exists."""
+        """Return the iteration ``number``; for None the newest recorded iteration, or the newest one if none is
+        recorded. Raises UsageError if it does not exist."""
         iterations = {iteration.number: iteration for iteration in self.of_split(split)}
         if not iterations:
             raise UsageError(f"{self.run.name} has sampled nothing as {split} yet")
@@ -235,7 +236,7 @@ def _texts(index: Index, iteration: IterationEntry) -> dict[tuple[int, int], Row
     texts: dict[tuple[int, int], Row] = {}
     group, before = -1, None
     for row in index.completions(GENERATIONS if iteration.split == TRAIN else EVALUATIONS, *iteration.lines):
-        if row.get("group") is None:  # an evaluation: groups follow each other, each from its first sample on
+        if row.get("group") is None:  # an evaluation: a group begins at a first sample
             group += not row.get("sample") or row.get("problem_id") != before
             before = row.get("problem_id")
         texts[group if row.get("group") is None else row["group"], row.get("sample") or 0] = row

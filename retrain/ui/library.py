@@ -30,8 +30,8 @@ CachedHome = tuple[float, Hashable, Home | None]  # (time of reading, stamp, res
 
 
 class Library:
-    """Campaigns and runs of some directories; thread-safe. ``cache``: directory for columns of long runs that have
-    none; without it they are held in memory."""
+    """Campaigns and runs of some directories; thread-safe. ``cache``: directory for columns of metrics of long runs
+    that wrote no columns themselves; without it these columns are held in memory."""
 
     def __init__(self, places: Places, cache: Path | None = None):
         self.places, self._cache, self._store = places, cache, Store()
@@ -66,7 +66,8 @@ class Library:
         return home
 
     def campaign(self, location: str) -> Home:
-        """Return the campaign at a location, or of the run there; for a run without a campaign, the run itself."""
+        """Return the campaign at a location, or the campaign of the run there; for a run without a campaign, the
+        run."""
         return self._campaign_of(location) or self.home(location)
 
     def run(self, location: str) -> RunSource:
@@ -77,8 +78,8 @@ class Library:
         return home.runs[0]
 
     def numbers(self, run: RunSource, refresh: bool = True, make: bool = False) -> Numbers:
-        """Return the metrics of a run, with what is new in its files; with ``make``, also what takes seconds to read.
-        Raises ApiError (404) if a file of the run is outside the given directories."""
+        """Return the metrics of a run. ``refresh``: first read what is new in its files; ``make``: even if this takes
+        seconds. Raises ApiError (404) if a file of the run is outside the given directories."""
         now = time.monotonic()
         if now - self._checked.get(run.path, -CHECKED_S) >= CHECKED_S:
             if not stays_inside(run.path, self.places):

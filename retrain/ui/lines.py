@@ -34,11 +34,12 @@ class Line:
     values: np.ndarray
     raw: np.ndarray
     xs: np.ndarray
-    left_out: int = 0  # Points whose place on the x axis was not recorded
+    left_out: int = 0  # Points whose position on the x axis was not recorded
 
 
 def window_of_query(query: Query) -> Window | None:
-    """Return the range of x that the query asks for by ``from`` and ``to``, None for all. Raises ApiError (400)."""
+    """Return the range of x from the query's parameters ``from`` and ``to``, None without them. Raises ApiError
+    (400)."""
     low, high = query.real("from"), query.real("to")
     if low is None and high is None:
         return None
@@ -99,7 +100,7 @@ def run_line(line: Line, most: int, part: Window | None) -> JsonObject:
 
 
 def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band: str = "interval") -> JsonObject:
-    """Return the mean of runs at the steps that all have, within ``part`` of the x axis.
+    """Return the mean over runs at the steps that all of them have, within ``part`` of the x axis.
 
     Keys: ``mean`` [x, y], ``raw`` (mean of unsmoothed values), ``band`` [x, low, high], ``n`` (number of runs) and
     ``of`` (which runs: "finished", or "all" if none is). The band is the 95 % interval (three runs or more; clipped to
@@ -131,18 +132,17 @@ def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band:
 
 
 def _common(lines: Sequence[Line]) -> tuple[np.ndarray, list[np.ndarray | slice]]:
-    """Return the steps that all lines have, and their indices in each line."""
     common = lines[0].steps
     for line in lines[1:]:
-        if not np.array_equal(common, line.steps):  # most runs have the same
+        if not np.array_equal(common, line.steps):  # usually they have the same
             common = np.intersect1d(common, line.steps)
     same = len(common)
     return common, [slice(None) if len(x.steps) == same else np.searchsorted(x.steps, common) for x in lines]
 
 
 def paired(lines: Sequence[Line], baseline: Sequence[Line]) -> list[Line]:
-    """Return the differences of runs to the baseline's run of the same seed, at the steps that both have. If some pairs
-    are finished, only those."""
+    """Return the differences of runs to the baseline's run of the same seed, at the steps that both have. If both runs
+    of any pair are finished, only finished pairs are returned."""
     base = {line.run.seed or 0: line for line in baseline}
     pairs = [(line, base[line.run.seed or 0]) for line in lines if (line.run.seed or 0) in base]
     both = [pair for pair in pairs if all(line.run.state == "done" for line in pair)]

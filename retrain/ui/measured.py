@@ -1,4 +1,5 @@
-"""Read runs as ``RunResult`` for comparisons; long ones from columns, as their rows would not fit in memory."""
+"""Read runs as ``RunResult`` for comparisons. Long runs are read from columns, because their rows would not fit in
+memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,8 +22,8 @@ GRADED = ("reward_min", "reward_max", "mean_reward", "reward_std")
 
 @dataclass
 class ColumnRun(RunResult):
-    """A run whose training metrics are read one column at a time. ``rows`` has only its last row, and one that shows
-    whether rewards are graded or only 0 and 1."""
+    """A run whose training metrics are read one column at a time. ``rows`` has only its last row and, if its rewards
+    are not only 0 and 1, a row that shows this."""
 
     numbers: Numbers = field(kw_only=True, repr=False)
 

@@ -16,13 +16,13 @@ WATCH = (
 )  # fmt: skip
 """Metrics that pages show first, in this order, as far as runs have them."""
 MOST_WATCHED = 12
-GENERAL = "General"  # The section of unknown keys that name none
+GENERAL = "General"  # Section of unknown keys without a slash
 STATISTICS = ("std", "min", "max")
 HISTOGRAMS = {
     "mean_reward": "reward", "advantage_mean": "advantage", "completions/mean_length": "length",
     "length_prompt_mean": "prompt_length",
 }  # fmt: skip
-"""Metrics that are means over rollouts, with the name of the rollouts' number in ``/api/histogram``."""
+"""Metrics that are means over rollouts → name of the averaged number in ``/api/histogram``."""
 
 
 @functools.cache

@@ -69,8 +69,8 @@ class Store:
 class RunNumbers:
     """Metrics of a directory with ``metrics.jsonl`` and ``evals.jsonl``; thread-safe.
 
-    ``metrics`` and ``evals`` are resolved paths inside the given directories; the files may be missing. There are no
-    rows while ``reading``, until the columns of a long run are made.
+    ``metrics`` and ``evals`` are resolved paths inside the given directories; the files may be missing. While
+    ``reading`` is true, the columns of a long run have not been made yet, and there are no rows.
     """
 
     def __init__(self, metrics: Path, evals: Path, store: Store, cache: Path | None = None):
@@ -83,9 +83,9 @@ class RunNumbers:
         self._keys: dict[str, None] | None = None
 
     def refresh(self, make: bool = False) -> None:
-        """Read what is new in the files. A long run may have neither recorded columns nor cached ones that are up to
-        date: ``make`` writes them into the cache, which takes seconds; until then, it has no rows and ``reading`` is
-        True."""
+        """Read what is new in the files. If a long run has neither recorded columns nor current ones in the cache,
+        ``reading`` becomes true and there are no rows, until a call with ``make`` writes the columns into the cache,
+        which takes seconds."""
         if self._lacks_columns() and (make or self._is_cached()):
             self._make()
         with self._lock:
@@ -125,7 +125,7 @@ class RunNumbers:
                     ColumnWriter(self.metrics, self._cache).follow()
                 os.utime(self._cache)
                 columns = Columns(self.metrics, self._cache)
-        columns.refresh()  # outside of the lock: whoever asks meanwhile gets no rows at once
+        columns.refresh()  # outside of the lock, so that other threads need not wait: they get no rows
         with self._lock:
             if self._signature is None:  # else another thread was faster, and columns of its rows are in the store
                 self._columns = columns
@@ -231,7 +231,7 @@ def cache_directory() -> Path:
 
 
 def steps_of(numbers: Numbers) -> np.ndarray:
-    """Return the step of every row, float64 [rows]; the row's index where it records none."""
+    """Return the step of every row, float64 [rows]; the index of a row that records no step."""
     with numbers.lock():
         column, rows = _first(numbers, STEP_KEYS), len(numbers)
     count = np.arange(rows, dtype=np.float64)
@@ -239,8 +239,8 @@ def steps_of(numbers: Numbers) -> np.ndarray:
 
 
 def axis_of(numbers: Numbers, x: str) -> np.ndarray:
-    """Return the position of every row on the axis ``x``, float64 [rows]; NaN for rows without a wall clock, as those
-    before a resume under an earlier release. Raises ApiError (400) if the run does not record the axis."""
+    """Return the position of every row on the axis ``x``, float64 [rows]; NaN for rows of earlier releases, which did
+    not record the wall clock. Raises ApiError (400) if the run does not record the axis."""
     if x == "step":
         return steps_of(numbers)
     if x == "tokens":
@@ -258,8 +258,8 @@ def axis_of(numbers: Numbers, x: str) -> np.ndarray:
 
 
 def xs_of(numbers: Numbers, x: str, steps: np.ndarray, updates: bool) -> np.ndarray:
-    """Return the positions of ``steps`` on the axis ``x``, float64, NaN if unknown. With ``updates``, a step is the
-    number of updates done, as for evaluations, and its position is the end of the last of them."""
+    """Return the positions of ``steps`` on the axis ``x``, float64, NaN if unknown. With ``updates``, ``steps`` are
+    numbers of updates done, as for evaluations, and a position is the end of the last of these updates."""
     if x == "step":
         return steps
     with numbers.lock():
@@ -292,7 +292,6 @@ def _first(numbers: Numbers, names: tuple[str, ...]) -> np.ndarray | None:
 
 
 def tidy(cache: Path) -> None:
-    """Remove columns that no page has shown for ``UNUSED_S``."""
     for path in cache.glob("*.*") if cache.is_dir() else ():
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > UNUSED_S:

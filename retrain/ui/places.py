@@ -34,7 +34,7 @@ READ = (METRICS, COLUMNS, EVALS, CONFIG, ENVIRONMENT, CODE_DIFF, NOTES, LOG, SPA
 
 
 class Places:
-    """The given directories by unique name. Raises UsageError if one is no directory."""
+    """The directories of the command line (``roots``), by unique name. Raises UsageError if one is no directory."""
 
     def __init__(self, directories: Sequence[Path]):
         self.roots: dict[str, Path] = {}
@@ -88,7 +88,6 @@ class Places:
         return text
 
     def _real(self, path: Path) -> Path | None:
-        """Return the path with links resolved; None if it is missing or outside all roots."""
         try:
             real = Path(os.path.realpath(path, strict=True))
         except (OSError, ValueError):

@@ -37,7 +37,8 @@ ChosenRuns = dict[str, tuple[str, list[tuple[Index, list[IterationEntry]]]]]  # 
 
 @dataclass(frozen=True)
 class Pair:
-    """One run's scores before and after training; ``draw``: a hash, equal for runs that share the answers before."""
+    """One run's scores before and after training. ``draw``: hash of the answers before training, equal for runs that
+    share these answers."""
 
     before: Scores
     after: Scores
@@ -53,7 +54,8 @@ Pairs = Mapping[str, PairsBySeed]  # By condition
 
 @dataclass(frozen=True)
 class Matrix:
-    """Every problem with its rates by condition (``rows``), and what ``/api/problems`` says of all of them."""
+    """Solve rates of problems. ``rows``: every problem with its rates by condition; ``facts``: the parts of
+    ``/api/problems`` that concern all problems."""
 
     facts: JsonObject
     rows: Sequence[Row]
@@ -77,8 +79,8 @@ def matrix(
     """Return solve rates of every problem under every condition, before and after training, over the finished seeds.
 
     ``unfinished``: directories of runs that are not finished. If a condition has no finished run, all of its runs
-    count, and every condition is taken at the last step that all runs evaluated. ``seeds``: seeds by directory of a
-    run; runs without a seed are paired in their order.
+    count, and the rates after training of every condition are those at the last step at which all runs were evaluated.
+    ``seeds``: seeds by directory of a run; runs without a seed are paired in their order.
     """
     evaluated, common = _evaluated_runs(runs, held_out, unfinished)
     problems: dict[str, Row] = {}
@@ -130,9 +132,9 @@ def _matrix(
 def _evaluated_runs(
     runs: Runs, held_out: str, unfinished: Collection[Path]
 ) -> tuple[dict[str, tuple[str, list[EvaluatedRun]]], int | None]:
-    """Return by condition which runs count (the "finished" ones, or "all" if none is), each with its first and its last
-    evaluation, None if it has only one; and the step at which all are taken while some conditions have no finished
-    run."""
+    """Return for each condition which runs count ("finished" ones, or "all" if none is finished), and these runs with
+    their first and last evaluation (None if there is only one). If a condition has no finished run, the last evaluation
+    is that of the last step at which all runs were evaluated; this step is also returned, else None."""
     chosen = _runs_that_count(runs, held_out, unfinished)
     is_unfinished = any(of == "all" for of, _ in chosen.values())
     common = _common_step(chosen) if is_unfinished else None
@@ -142,7 +144,7 @@ def _evaluated_runs(
         for run, (first, *rest) in pairs:
             last = [each for each in rest if not is_unfinished or each.number == common]
             of_label.append((run, first, last[-1] if last else None))
-        ends[label] = of, [each for each in of_label if each[2]] or of_label  # rates are of the same seeds
+        ends[label] = of, [each for each in of_label if each[2]] or of_label  # both rates need the same seeds
     return ends, common
 
 
@@ -247,7 +249,7 @@ def _problem_test(name: str, pairs: PairsBySeed, others: Mapping[int | None, Sco
         return None
     mine, its = ([correct / n for correct, n in side] for side in zip(*scores, strict=True))
     differences = [a - b for a, b in zip(mine, its, strict=True)]
-    if shared and len(mine) > 1:  # the rank of the one draw in the scores: its p value for one common distribution
+    if shared and len(mine) > 1:  # p of the one draw's rank among the scores if all have one distribution
         p = sum(score >= its[0] for score in [its[0], *mine]) / (len(mine) + 1)
     else:
         p = sign_flip_p(differences)

@@ -16,7 +16,6 @@ class Rate(TypedDict):
 
 
 def rate_of(correct: float, n: int) -> Rate:
-    """Return the rate of ``correct`` among ``n`` answers with its interval; None for each if ``n`` is 0."""
     if not n:
         return {"rate": None, "n": 0, "low": None, "high": None}
     interval = score_interval(correct / n, n, QUANTILE)

@@ -91,8 +91,9 @@ def searched(
     """Return the rollouts of all iterations of ``runs`` (by location) that pass ``chosen``. The search begins at the
     ``first`` iteration (the newest is 0) and stops at ``end`` of the monotonic clock.
 
-    Sorted by ``NEWEST``, it also stops after the iteration in which ``count`` are reached; else it returns the first
-    ``count`` by ``sort``. ``next``: iteration at which to continue, None after the last. ``split``: "" for all.
+    Sorted by ``NEWEST``, it also stops after the iteration in which ``count`` rollouts are reached; with another
+    ``sort``, it returns the first ``count`` in that order. ``next``: iteration at which to continue, None after the
+    last. ``split``: "" for all.
     """
     iterations = [
         (location, iteration)
@@ -180,7 +181,7 @@ def shown_tokens(rollout: RolloutTokens) -> Row:
         numbers["credit"] = arrays["advantages"] - np.repeat(np.array(by_turn, np.float64), lengths)
     if "trainer_logprobs" in arrays:
         numbers["mismatch"] = arrays["trainer_logprobs"] - arrays["logprobs"]
-    for name in {"credit", "mismatch"} & numbers.keys():  # Differences of float32 numbers that are rounding alone
+    for name in {"credit", "mismatch"} & numbers.keys():  # smaller differences of float32 numbers are rounding
         numbers[name] = np.where(np.abs(numbers[name]) < LEAST_DIFFERENCE, 0.0, numbers[name])
     recorded = [name for name in NUMBERS if name in numbers and np.isfinite(numbers[name]).any()]
     return {"prompt": rollout.prompt, "line": line, "pieces": rollout.pieces(),

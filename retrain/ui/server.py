@@ -109,7 +109,8 @@ async def _static(request: Request) -> Response:
 
 
 def _http(request: Request, error: Exception) -> Response:
-    """Answer an unknown address or method: an unknown page in a browser with the document, anything else as JSON."""
+    """Answer a request for an unknown address or method. A browser that asks for an unknown page gets the HTML
+    document, any other request a JSON error."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404 and "text/html" in request.headers.get("accept", "") and not path.startswith(FILES):

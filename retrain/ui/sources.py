@@ -56,7 +56,8 @@ class RunSource:
 
 @dataclass(frozen=True)
 class Home:
-    """A campaign or a single run, one entry of the first page. ``manifest``: that of retrain; {} without one."""
+    """A campaign or a single run, one entry of the first page. ``manifest``: retrain's manifest; {} if there is
+    none."""
 
     location: str
     path: Path
@@ -185,7 +186,7 @@ def foreign_home(path: Path, reader: ForeignReader, places: Places) -> Home | No
 
 
 def sets_of(names: Iterable[str]) -> list[str]:
-    """Return the distinct held-out sets among names of evaluations, without parts, which are for curves only."""
+    """Return the distinct held-out sets among names of evaluations, without partial sets, which only draw curves."""
     return [name for name in dict.fromkeys(names) if not name.endswith(PART)]
 
 

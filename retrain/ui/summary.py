@@ -36,7 +36,7 @@ class Summaries:
         if read and not is_known:
             self._details[home.path] = home, self._findings.last(home), self._read_details(home)
         summary: Row = summary_of(home)
-        # A comparison that has just ended makes these details old, but not unknown.
+        # ``is_known`` is not checked again: a comparison that ends meanwhile makes the details old, but not unknown.
         summary |= self._details[home.path][2] if is_known or read else dict.fromkeys(DETAILS)
         seconds, estimate = self._findings.device_seconds(home), summary.pop("seconds", None)
         seconds = estimate if seconds is None else seconds
@@ -78,7 +78,7 @@ def summary_of(home: Home) -> JsonObject:
 
 
 def _by_number(worker: str) -> tuple[int, str]:
-    """Order workers by the numbers that their names begin with: 9 before 10."""
+    """Return a key that sorts workers by the number that begins their names, 9 before 10."""
     return len(worker.partition(" ")[0]), worker
 
 

@@ -1,8 +1,8 @@
 r"""Extract answers from completions and data columns, and compare them.
 
-A completion's answer is its last ``\boxed{…}``, or its last line ``#### …`` where the problem's own solution ends in
-one (as GSM8K's do). Every function is linear in the length of its text: a policy under optimisation may write 1 MB of
-braces or of ``\boxed``, so nothing here backtracks, recurses or turns digits into numbers.
+A completion's answer is its last ``\boxed{…}``, or its last line ``#### …`` if the problem's own solution has such a
+line (as GSM8K's have). Every function is linear in the length of its text: a policy under optimisation may write 1 MB
+of braces or of ``\boxed``, so nothing here backtracks, recurses or turns digits into numbers.
 """
 
 import re
@@ -46,8 +46,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_line(text: str) -> str | None:
-    """Return the rest of the last line that begins with ``####`` (GSM8K's mark of an answer); None without such a
-    line."""
+    """Return the text after ``####`` (GSM8K's mark of an answer) in the last line that begins with it; None without
+    such a line."""
     lines = deque(_FINAL_LINE.finditer(text), maxlen=1)
     return lines[0].group(1).strip() if lines else None
 
@@ -123,7 +123,7 @@ def answer_text(completion: str, reference: str, solution: str, strict: bool = T
 
 def same_text(answer: str | None, reference: str) -> bool:
     """Return whether both are equal after ``normalise``; an empty text equals nothing."""
-    if answer is None or len(answer) > 4 * len(reference) + 1000:  # normalising removes fewer characters than that
+    if answer is None or len(answer) > 4 * len(reference) + 1000:  # too long: normalising removes fewer characters
         return False
     given = normalise(answer)
     return bool(given) and given == normalise(reference)

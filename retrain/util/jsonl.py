@@ -38,8 +38,9 @@ class NewLines:
     """The complete lines of a growing file that may not exist yet; each iteration continues after ``mark``.
 
     The file is reopened each time, because NFS shows another machine the state at which the writer last closed it.
-    ``awaits_bytes``: a line that contains zero bytes is not complete, because NFS can show a file's new length before
-    its bytes. Without it such a line is yielded, as any damaged line, and does not hide the lines after it.
+    With ``awaits_bytes``, a line that contains zero bytes counts as incomplete and ends the iteration, because NFS can
+    show a file's new length before its bytes. Without it, such a line is yielded like any damaged line, so that it does
+    not hide the lines after it.
     """
 
     def __init__(self, path: Path, mark: LineMark | None = None, awaits_bytes: bool = False):
@@ -75,7 +76,7 @@ class Tail:
 
     def rows(self) -> tuple[bool, list[Row]]:
         """Return whether the file was truncated or replaced since the last call, and the new rows in order. Damaged
-        rows are skipped; ``resume`` reports them by line number."""
+        rows are skipped; ``retrain resume`` reports them by line number."""
         replaced, lines = self.lines()
         rows = []
         for line in lines:
@@ -84,7 +85,8 @@ class Tail:
         return replaced, rows
 
     def lines(self) -> tuple[bool, list[bytes]]:
-        """Return as ``rows``, but the new lines as text, without blank lines."""
+        """Return whether the file was truncated or replaced since the last call, and the new lines that are not
+        blank."""
         replaced = self._lines is not None and not self._lines.is_current()
         if replaced or self._lines is None:
             begin = self._begin()

@@ -1,8 +1,8 @@
 """Upload a campaign's directory to a URL of fsspec (``s3://``, ``gs://``, ``file://``, …) while it is written.
 
-The campaign can be resumed from the copy at any time, also after a kill: records are uploaded before the checkpoints
-that follow from them, the manifest after the runs, and last the index, which lists the files of the copy. The token in
-the index stops a writer after another process has resumed the copy.
+The campaign can be resumed from the copy at any time, also after a kill, because of the order of uploads: records, the
+checkpoints that need these records, the manifest, and last the index, which lists the files of the copy. The index
+also has the token of its writer: a writer stops when it finds the token of another process, which has resumed the copy.
 """
 
 import json
@@ -29,7 +29,7 @@ from retrain.util.jsonl import Row
 INDEX = ".mirror_index.json"
 MANIFEST = "manifest.json"
 NOT_UPLOADED = (".lease", "workers", "wandb", INDEX)
-# URL schemes of stores that replace files atomically; on others a file is written aside and renamed
+# URL schemes of stores that replace files atomically; on others a file gets a temporary name and is renamed
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory")
 
 
@@ -62,10 +62,10 @@ class Mirror:
         with self._storage_errors():
             if self.index()["token"] != self.token:
                 raise LeaseLost(f"another process writes {self.url} now: this one stops without writing there")
-            path = self.directory / MANIFEST  # read before the runs, which may be newer
+            path = self.directory / MANIFEST  # read before the runs' files, which may be newer than it
             manifest = path.read_bytes() if path.is_file() else b""
             listed = sorted(self._groups(self.directory), key=len)  # records come before checkpoints
-            groups = [self._facts(names) for names in listed]  # after the listing: records may then only be longer
+            groups = [self._facts(names) for names in listed]  # stat after listing: records may only have grown
             facts = {name: each for group in groups for name, each in group.items()}
             changed = [list(group) for group in groups if not group.items() <= self._uploaded.items()]
             for name in self._upload_groups(changed, facts):
@@ -131,8 +131,8 @@ class Mirror:
             return {"owner": None, "token": None, "files": {}}
 
     def _groups(self, folder: Path) -> Iterator[list[str]]:
-        """Yield the files below ``folder`` in groups to upload together: each file that may change, each complete
-        directory."""
+        """Yield groups of the files below ``folder``. A file that may change is a group of its own; the files of a
+        complete directory, such as a checkpoint, form one group."""
         base, mark = folder.relative_to(self.directory), mark_of(folder)
         if mark and mark.files is not None:
             yield [(base / name).as_posix() for name in (*mark.files, MARK)]
@@ -168,7 +168,7 @@ class Mirror:
     def _storage_errors(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # every store raises other errors
+        except Exception as error:  # every store has its own types of errors
             if isinstance(error, RetrainError):
                 raise
             raise StorageError(self.url, first_line(error)) from error
@@ -179,8 +179,11 @@ def uploading(
     mirror: Mirror, message: Callable[[str, str], None], lost: Callable[[], None], period: float = 30.0,
     pauses: tuple[float, ...] = (2.0, 4.0, 8.0, 16.0),
 ) -> Iterator[None]:  # fmt: skip
-    """Upload in a thread every ``period`` seconds and when the context ends; that last upload is retried after each of
-    ``pauses`` (seconds), then raises RetrainError. Calls ``lost`` if another process has claimed the copy."""
+    """Upload in a thread every ``period`` seconds, and a last time when the context ends.
+
+    The last upload is retried after each of ``pauses`` (seconds); if it still fails, RetrainError is raised. If another
+    process has claimed the copy, ``lost`` is called and LeaseLost is raised at the end of the context.
+    """
     ended = threading.Event()
     advice = f"All files are in {mirror.directory}. When the store answers, type: retrain resume {mirror.directory}"
 

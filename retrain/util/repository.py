@@ -107,7 +107,7 @@ def _changes(root: Path, revision: str | None, is_record: Callable[[Path], bool]
 
 
 def _add_new_files(root: Path, variables: Mapping[str, str], is_record: Callable[[Path], bool]) -> dict[str, str]:
-    """Add new files to the temporary index; return, by name, why files are left out."""
+    """Add new files to the temporary index; return the reason for each file that is left out, by its name."""
 
     def is_recorded(name: str) -> bool:
         return any(is_record(folder) for folder in (root / name).parents if root in folder.parents)
@@ -148,8 +148,8 @@ def _fitting(patch: bytes) -> Iterator[str]:
 def _without_keys(part: str) -> str:
     """Return one file's patch without access keys.
 
-    Keys in added lines are replaced. If another line has a key, the patch would not apply without it, so the whole
-    patch is commented out.
+    Keys in added lines are replaced. If a context line or a removed line has a key, the patch would not apply without
+    the key, so the file's whole patch is commented out.
     """
     if "\nGIT binary patch\n" in part:
         return part
@@ -161,7 +161,7 @@ def _without_keys(part: str) -> str:
 
 
 def _unwanted(path: Path, committed_bytes: int = 0) -> str:
-    """Return why a file's content is left out of the patch; "" if it belongs there."""
+    """Return why a file's content is left out of the patch; "" if it is not."""
     if any(fnmatch.fnmatch(path.name.lower(), pattern) for pattern in SECRET_NAMES):
         return "named like a secret"
     size = path.lstat().st_size if os.path.lexists(path) and not path.is_dir() else 0

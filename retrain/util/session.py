@@ -1,8 +1,9 @@
 """Lease of a process on the directory that it writes, and requests to stop.
 
 A file lock ends with its process, but network file systems may grant it to two machines. So the owner also writes a
-lease, ``.lease``, and renews it; another process takes over the lease of a dead one. Clocks of machines are never
-compared: on the owner's machine its process id is checked, from another machine the lease is watched for changes.
+lease, ``.lease``, and renews it; another process takes over the lease of a dead owner. Clocks of machines are never
+compared: a process on the owner's machine checks the owner's process id, a process on another machine watches the
+lease for changes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 """Seconds that a lease from another machine must stay unchanged before its owner counts as dead: four heartbeats."""
 ECHO_SECONDS = 3.0
-"""Signals within this time count as one: torchrun forwards a Ctrl-C that the terminal has already sent."""
+"""Under torchrun, signals within this time count as one: torchrun forwards a Ctrl-C that the terminal has also sent."""
 ABANDON_SECONDS = 8.0
 """Seconds after a second signal within which the process exits, whatever it is doing."""
 
@@ -40,8 +41,9 @@ ABANDON_SECONDS = 8.0
 class DirectoryIdentity:
     """Identity of the directory that this process writes.
 
-    The owner's id is in the directory's mark; device and inode are only in memory. So a moved, copied or restored
-    directory can be resumed, but a process that began before a move cannot write into the replacement.
+    It consists of the owner's id, which is in the directory's mark, and of device and inode, which are only in memory.
+    So a moved, copied or restored directory can be resumed, but a process that began before a move cannot write into
+    the directory that has replaced its own.
     """
 
     def __init__(self, directory: Path):
@@ -81,9 +83,9 @@ class DirectoryLock:
     """Lock of a directory for one process: a file lock, and a lease that is renewed every ``beat`` seconds.
 
     Entering raises NotOurs if the directory is marked for another owner than ``owner`` (None: a new owner), UsageError
-    if another process holds it. ``message`` receives lines about waiting. ``check`` raises LeaseLost after another
-    process has taken over, as after a suspension or a move. The lock file names the last process with the lease, so
-    that a suspended process can name its successor even if that has ended.
+    if another process holds the lock. ``message`` receives lines about waiting. ``check`` raises LeaseLost if another
+    process has taken over, for example while this process was suspended. The lock file names the last process that had
+    the lease, so that a suspended process can name its successor even if the successor has ended.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class DirectoryLock:
         prepare_directory(self.directory)
         self._lock()
         try:
-            # First: a directory that a killed process leaves must be marked.
+            # Claim first: if this process is killed, the directory must have its mark.
             claim(self.directory, self.owner)
             self._identity = DirectoryIdentity(self.directory)
             self._take_lease()
@@ -186,7 +188,7 @@ class DirectoryLock:
             self._ended.wait(self.beat / 5)  # if two processes take over at once, the later writer wins
         if (lease_of(self.directory) or {}).get("token") != self.token:
             raise UsageError(f"another retrain process has just taken {self.directory}: wait for it, or use --out")
-        if os.fstat(self._file).st_size == 0 or _last_holder(self.directory / LOCK):  # not a file of somebody else
+        if os.fstat(self._file).st_size == 0 or _last_holder(self.directory / LOCK):  # empty or retrain's
             holder = {"token": self.token, "pid": os.getpid(), "host": machine()["host"]}
             with writing(self.directory / LOCK):
                 os.ftruncate(self._file, 0)
@@ -218,7 +220,7 @@ class DirectoryLock:
             try:
                 self.check()
                 self._write()
-            except LeaseLost:  # the next write finds and reports it
+            except LeaseLost:  # the next ``check`` of the run reports it
                 return
             except StorageError:  # such as a full disk, which the records' own writes report
                 continue
@@ -227,8 +229,8 @@ class DirectoryLock:
 def wait_for_writers(
     directories: Sequence[Path], message: Callable[[str], None] = lambda text: None, watch: float = WATCH_SECONDS
 ) -> None:
-    """Wait until no process holds a lease of these directories: workers of an ended campaign exit after their step. A
-    worker on another machine counts as dead if its lease has not changed for ``watch`` seconds."""
+    """Wait until no process holds a lease of these directories, because workers of an ended campaign still finish their
+    step. A worker on another machine counts as dead if its lease has not changed for ``watch`` seconds."""
     watches, notified = [LeaseWatch(directory, watch) for directory in directories], False
     while True:
         leases = [(each, lease_of(each.directory)) for each in watches]
@@ -260,8 +262,9 @@ def leases_of(places: Sequence[tuple[Path, Owner]]) -> Iterator[dict[Path, Direc
 
 
 class LeaseWatch:
-    """Watches whether the holder of a directory's lease is alive: on this machine by its process id, else by whether
-    the lease has changed within ``patience`` seconds. A missing lease counts as unchanged."""
+    """Watches whether the holder of a directory's lease is alive. A holder on this machine is checked by its process
+    id; another one counts as alive if the lease has changed within ``patience`` seconds. A missing lease counts as
+    unchanged."""
 
     def __init__(self, directory: Path, patience: float = WATCH_SECONDS):
         self.directory, self.patience = directory, patience
@@ -304,8 +307,8 @@ def _runs_here(lease: dict[str, object]) -> bool:
 
 
 class Ending(NamedTuple):
-    """End of the program after a signal: exit status, reason in the manifest, and whether a second signal ends it at
-    once (not for SIGHUP: a closing terminal sends several, also after a SIGTERM)."""
+    """End of the program after a signal: exit status and reason in the manifest. ``urgent``: a second signal of this
+    kind ends the program at once (not SIGHUP, because a closing terminal sends several, also after a SIGTERM)."""
 
     status: int
     reason: str

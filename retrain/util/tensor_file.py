@@ -1,4 +1,5 @@
-"""Safetensors files whose bytes depend on their content alone: safetensors' own writer orders metadata randomly."""
+"""Makes safetensors files whose bytes depend only on their content. The library's own writer orders metadata
+randomly."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ DTYPES = {
     "float16": ("F16", 2), "bfloat16": ("BF16", 2), "int32": ("I32", 4), "uint32": ("U32", 4), "float32": ("F32", 4),
     "float64": ("F64", 8), "int64": ("I64", 8), "uint64": ("U64", 8),
 }  # fmt: skip
-"""Code and bytes of each type by its name in numpy and torch, in the order in which safetensors sorts them."""
+"""Safetensors' code and the bytes per element of each type, by the type's name in numpy and torch. The order is the one
+in which safetensors sorts types."""
 _RANK = {name: rank for rank, name in enumerate(DTYPES)}
 
 Layout = Mapping[str, tuple[str, Sequence[int]]]  # Name of the type in `DTYPES` and shape of every tensor

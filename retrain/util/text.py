@@ -15,7 +15,7 @@ _UNSEEN = (
     *range(0x2028, 0x202F),  # line and paragraph separators, direction overrides
     *range(0x2060, 0x2070),  # invisible operators and direction isolates
     *range(0xD800, 0xE000),  # lone surrogates
-    *range(0xFDD0, 0xFDF0),  # no characters
+    *range(0xFDD0, 0xFDF0),  # noncharacters
     *(0xFFFE, 0xFFFF),
     *range(0xE0000, 0xE0080),  # invisible tags
 )
@@ -41,7 +41,6 @@ def escape(text: str) -> str:
 
 
 def without_keys(text: str) -> str:
-    """Replace texts that look like access keys, and the values of environment variables named like secrets."""
     values = {value for name, value in os.environ.items() if SECRET_VARIABLES.search(name) and len(value) >= 8}
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, "[key left out]")
@@ -73,7 +72,6 @@ def minus(text: str) -> str:
 
 
 def change(before: float | None, now: float | None) -> str:
-    """Return ``before → now`` in per cent; only ``before`` if ``now`` is None."""
     return percent(before) if before is None or now is None else f"{100 * before:.0f} → {percent(now)}"
 
 

@@ -13,7 +13,8 @@ from retrain.ui.sources import RunSource
 
 MOST_PLACES, MOST_KEYS, MOST_POINTS = 64, 32, 20_000
 USUAL, FEWEST, TOGETHER = 1_000, 200, 16_000
-"""Points of a line by default: most, fewest, and of all lines together. A chart has about so many pixels."""
+"""Default number of points: of a line at most and at least, and of all lines together. A chart has about as many
+pixels."""
 
 
 def columns(context: ApiContext, query: Query) -> JsonObject:
@@ -66,7 +67,8 @@ def _places(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def _column(values: np.ndarray, raw: np.ndarray | None, axis: np.ndarray, places: np.ndarray, most: int) -> JsonObject:
-    """Return a column at the rows ``places``; a sparse one, with few values there, has its own rows and ``x``."""
+    """Return a column at the rows ``places``. A sparse column, which has few values at these rows, gets other rows and
+    their ``x``."""
     known = np.isfinite(values)
     is_sparse = len(axis) > most and 2 * known[places].sum() < min(len(places), known.sum())
     own = _places(values, most) if is_sparse else places

@@ -1,4 +1,5 @@
-"""``/api/problems``, ``/api/problem``: held-out problems by condition; ``/api/prompt``: one in two iterations."""
+"""``/api/problems``, ``/api/problem``: held-out problems by condition; ``/api/prompt``: one problem's rollouts in two
+iterations."""
 
 from retrain.errors import UsageError
 from retrain.ui.answers import ApiError, JsonObject, Query

@@ -15,7 +15,7 @@ def timeline(context: ApiContext, query: Query) -> JsonObject:
     path = context.library.file(run, SPANS)
     lines = context.spans.setdefault(path, LineIndex(path)) if path is not None else None
     count = lines.refresh() if lines is not None else 0
-    # A row is a step; after a resume a row may stand before its number, never behind it.
+    # Row i is step i. After a resume, the row of a step may have a smaller index, never a larger one.
     start = query.number("from", max(0, count - USUAL_STEPS), 0, 1 << 40)
     end = query.number("to", start + USUAL_STEPS, 0, 1 << 40)
     start, end = min(start, count), min(end, start + MOST_STEPS, count)
