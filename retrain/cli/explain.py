@@ -66,14 +66,15 @@ def explain(
 
 
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
-    assert plan.source is not None
+    source = plan.source
+    assert source is not None
     with suppress(UsageError):  # no GPU here for a vLLM that the file asks for: it may train elsewhere
         plan = with_engine(plan)
     specs, config = plan.specs, plan.specs[0].config
     seeds = list(dict.fromkeys(spec.seed for spec in specs))
     conditions = conditions_of(specs)
     counts = [plural(len(each), word) for each, word in ((conditions, "condition"), (seeds, "seed"), (specs, "run"))]
-    print(f"{plan.source.path}: {counts[0]} × {counts[1]} = {counts[2]}\n")
+    print(f"{source.path}: {counts[0]} × {counts[1]} = {counts[2]}\n")
     rows = [condition_row(spec, conditions[0]) for spec in conditions]
     print_table(CONDITION_COLUMNS, rows, left_aligned=CONDITION_COLUMNS)
     print()
@@ -84,7 +85,7 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
     problems = problems_of([spec.config for spec in specs], plan.folder)
     for name, text in problems.lines:
         print_line(name, text)
-    for problem in () if problems.is_read else data_problems(plan, plan.source):
+    for problem in () if problems.is_read else data_problems(plan, source):
         print(f"note: {problem}", file=sys.stderr)
     print_line("seeds", " ".join(map(str, seeds)))
     held_out = estimate.held_out_sets(config, problems.sizes) if config.evaluation.sets else ()

@@ -155,8 +155,8 @@ class Inference(Section, role=Role.SAMPLES):
         Role.SPEED,
         ActiveIf("inference.engine", ("vllm", AUTO)),
     ] = False
-    """What vLLM frees of its GPU while this process trains on the same one: `kv`, its KV cache; `weights` (or `true`),
-    also its weights, which go to the machine's memory. `false` (or `auto`): what `launch = "auto"` plans, and nothing
+    """Memory that vLLM frees of its GPU while this process trains on the same one: `kv`, its KV cache; `weights` (or
+    `true`), also its weights, which go to the machine's memory. `false` (or `auto`): what `launch = "auto"` plans, and nothing
     for other servers. Needs `--enable-sleep-mode`, and VLLM_SERVER_DEV_MODE=1 in the server's environment; `launch`
     sets both."""
     swap: Annotated[Literal["between", "in_flight"], _OF_SERVERS] = "between"
@@ -189,7 +189,7 @@ class Inference(Section, role=Role.SAMPLES):
 
     @property
     def released(self) -> Literal["", "kv", "weights"]:
-        """What a server on the trainer's GPU frees during updates; "" for servers that do not sleep."""
+        """Memory that a server on the trainer's GPU frees during updates; "" for servers that do not sleep."""
         return "weights" if self.sleep is True else self.sleep or ""
 
     def mismatch_limit_in(self, dtype: str) -> float:

@@ -16,7 +16,7 @@ from retrain.config.root import without_unused
 from retrain.config.rules import rule_issues
 from retrain.config.runs import RunSpec
 from retrain.engines.server import automatic
-from retrain.engines.server.automatic import GIB, Division, Machine, NoVllm, Sizes, server_rank
+from retrain.engines.server.automatic import GIB, Division, Machine, MemoryNeeds, NoVllm, server_rank
 from retrain.errors import UsageError
 from retrain.models.layers import Architecture, architecture_of
 from retrain.training.estimate import Device, number_bytes, run_memory, run_size
@@ -128,7 +128,7 @@ def _vllm(specs: Sequence[RunSpec], machine: Machine, architecture: Architecture
     return settings, f"Sampling with vLLM {machine.vllm} {place}" + (f". Careful: {untried}" if untried else "")
 
 
-def _sizes(specs: Sequence[RunSpec], architecture: Architecture, lanes: int) -> Sizes:
+def _sizes(specs: Sequence[RunSpec], architecture: Architecture, lanes: int) -> MemoryNeeds:
     """Return the sizes of the first cohort of ``lanes`` runs."""
     group = [spec for spec in specs if base_key(spec) == base_key(specs[0])][:lanes]
     config, device = specs[0].config, Device("gpu")
@@ -137,7 +137,7 @@ def _sizes(specs: Sequence[RunSpec], architecture: Architecture, lanes: int) -> 
     rank = max(server_rank(spec.config.model.lora_rank) for spec in group)
     adapter = architecture.adapter_parameters(rank, config.lora.target_modules) * width
     work = [run_size(spec.config) for spec in group]
-    return Sizes(
+    return MemoryNeeds(
         base=memories[0].base,
         lanes=sum(memory.adapter for memory in memories),
         slots=min(lanes, automatic.MOST_ADAPTERS) * adapter,

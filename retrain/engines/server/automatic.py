@@ -46,7 +46,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MemoryNeeds:
     """Bytes of one base, of the trainer's lanes, and of vLLM's adapter slots; bytes per token of the KV cache and of
     what an update keeps; tokens of the longest sequence; most sequences at once."""
 
@@ -138,7 +138,7 @@ def _text(version: Sequence[int]) -> str:
     return ".".join(map(str, version))
 
 
-def divide(total: int, host: int, sizes: Sizes, sleep: str | bool = False) -> Division:
+def divide(total: int, host: int, sizes: MemoryNeeds, sleep: str | bool = False) -> Division:
     """Divide a GPU of ``total`` bytes between the trainer and vLLM, in a machine with ``host`` bytes of memory.
 
     With ``sleep`` False, both bases stay on the GPU and only the KV cache is released during updates, if that leaves

@@ -15,7 +15,7 @@ from retrain.engines.server.connection import ModelNotFound, RequestFailed, Serv
 from retrain.errors import ServerFailed
 
 Released = Literal["", "kv", "weights"]
-"""What a server frees while it sleeps: nothing, its KV cache, or its weights too."""
+"""Memory that a server frees while it sleeps: none, its KV cache, or its weights too."""
 
 
 class SharedGpu:
@@ -79,8 +79,10 @@ async def _post(server: ServerClient, path: str) -> bool:
         await server.connection.post(path, {})
     except ModelNotFound:
         return False
-    except ServerUnavailable:
-        pass  # a restarted server is awake
+    except ServerUnavailable as error:
+        # A server that has died frees everything, and is awake when it is started again.
+        if path != "/wake_up" and await server.check():
+            raise _failed(server, path, str(error)) from error
     except RequestFailed as error:
         raise _failed(server, path, str(error)) from error
     return True

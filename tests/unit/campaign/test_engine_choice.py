@@ -18,8 +18,8 @@ from retrain.device import Gpu
 from retrain.engines.server.automatic import (
     GIB,
     Machine,
+    MemoryNeeds,
     NoVllm,
-    Sizes,
     cards_needed,
     command,
     divide,
@@ -44,11 +44,11 @@ def machine(*cards: float, vllm: str = "0.32.0", host: float = 256) -> Machine:
     return Machine({str(index): int(card * GIB) for index, card in enumerate(cards)}, int(host * GIB), vllm)
 
 
-def sizes_of(name: str, lanes: int) -> Sizes:
+def sizes_of(name: str, lanes: int) -> MemoryNeeds:
     """A cohort at rank 32, with sequences of 1,280 tokens."""
     architecture = Architecture.from_config(model_config(f"Qwen/Qwen3-{name}"))
     adapter = architecture.adapter_parameters(32, "all-linear")
-    return Sizes(
+    return MemoryNeeds(
         2 * architecture.parameters(),
         lanes * adapter_bytes(adapter, 2, 1),
         lanes * 2 * adapter,
