@@ -156,9 +156,9 @@ class Inference(Section, role=Role.SAMPLES):
         ActiveIf("inference.engine", ("vllm", AUTO)),
     ] = False
     """Memory that vLLM frees of its GPU while this process trains on the same one: `kv`, its KV cache; `weights` (or
-    `true`), also its weights, which go to the machine's memory. `false` (or `auto`): what `launch = "auto"` plans, and nothing
-    for other servers. Needs `--enable-sleep-mode`, and VLLM_SERVER_DEV_MODE=1 in the server's environment; `launch`
-    sets both."""
+    `true`), also its weights, which go to the machine's memory. `false` (or `auto`): what `launch = "auto"` plans, and
+    nothing for other servers. Needs `--enable-sleep-mode`, and VLLM_SERVER_DEV_MODE=1 in the server's environment;
+    `launch` sets the second."""
     swap: Annotated[Literal["between", "in_flight"], _OF_SERVERS] = "between"
     """With `max_off_policy_steps`: sample an episode to its end with the weights that began it (`between`), or each
     turn with the newest weights (`in_flight`); each token records its policy version."""
