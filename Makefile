@@ -72,11 +72,14 @@ test: $(VENV)/.dev
 
 RECORD_NAMES := '"([a-z]+/)?[a-z_]+\.jsonl"|"(run\.log|code\.diff|report\.html|metrics\.f32|(manifest|plan|comparison)\.json)"'
 
+CUDA_NAMES := 'torch\.cuda|\.cuda\(|pin_memory|non_blocking|CUDAGraph|nccl|"cuda"'
 check: $(VENV)/.dev check-page
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	@lines=$$(grep -rnE --include='*.py' $(CUDA_NAMES) retrain | wc -l); echo "$$lines lines of retrain/ name CUDA (400 allowed)"; \
+		test $$lines -le 400
 	@for patch in tests/mutants/*.patch; do git apply --check $$patch || exit 1; done
 	@! grep -rnE --include='*.py' $(RECORD_NAMES) retrain | grep -vE '^retrain/(records/schema/layout|ownership|util/mirror|config/tasks)\.py' || { \
 		echo 'Names of record files stand in retrain/records/schema/layout.py alone.' >&2; exit 1; }

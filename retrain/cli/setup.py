@@ -106,17 +106,27 @@ def doctor(
         "--url URL", "Prove that this server samples from the trained weights; may be repeated."
     ),
     engine: str | None = option("--engine vllm|sglang|openai", "With --url: its kind."),
+    starts_vllm: bool = option(
+        "--vllm", "With --file: start its vLLM beside the model, and prove that it samples, sleeps and wakes.", False
+    ),
 ) -> None:
     """Check this machine: Python, packages, devices, extras, disk.
 
-    With --device prove that it computes right, with --url that a server does. Nothing else is contacted.
+    With --device prove that it computes right, with --url that a server does, with --vllm that one can be started.
+    Nothing else is contacted.
     """
     if not url:
         refuse_given(
             {"MODEL": model, "--engine": engine},
             "{} belongs to the check of a server; type: retrain doctor --url http://127.0.0.1:8000",
         )
-    elif device is not None or report is not None:
+    if starts_vllm:
+        if url or device is not None or report is not None or file is None:
+            raise UsageError("--vllm starts the vLLM of a file; type: retrain doctor --vllm --file FILE")
+        from retrain.cli.doctor import check_vllm
+
+        raise typer.Exit(check_vllm(file))
+    if url and (device is not None or report is not None):
         raise UsageError("--url checks a server, --device and --json this machine: type one after the other")
     if url or device is not None:
         if report is not None:

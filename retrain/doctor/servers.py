@@ -78,11 +78,13 @@ def check_servers(config: Config, begins: Callable[[str], None], any_rank: bool 
         yield Result(status, "; ".join(texts), name="answers", seconds=time.perf_counter() - begin)
         begins("canary")
         begin = time.perf_counter()
-        result = _canary(config, base, lanes, engine, any_rank)
+        result = canary_result(config, base, lanes, engine, any_rank)
         yield replace(result, name="canary", seconds=time.perf_counter() - begin)
 
 
-def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine, any_rank: bool) -> Result:
+def canary_result(
+    config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine, any_rank: bool = False
+) -> Result:
     tolerance = config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
     default, result = config.model.lora_rank, Result(FAIL)
     for rank in [default, *(rank for rank in reversed(RANKS) if rank < default and any_rank)]:

@@ -4,6 +4,7 @@ RETRAIN_VLLM is the Python of an environment with vLLM (``make test-servers`` ma
 """
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from helpers.campaigns import Heard, StopAfter, continue_training, eventually, train
+from helpers.campaigns import Heard, StopAfter, continue_training, eventually, run_cli, train
 from helpers.lanes import in_turns, local_policy, rollout, tokens, trained
 from helpers.models import campaign_head
 from helpers.servers import StandIn, apart, engine_of, publish, requests, weights
@@ -255,6 +256,22 @@ def test_it_sleeps_and_samples_the_same_when_it_is_awake_again(base, lanes, tmp_
                 ]
     finally:
         made.close()
+
+
+@real
+def test_the_doctor_starts_it_and_lets_it_sleep(tmp_path):
+    file = tmp_path / "run.toml"
+    command = COMMAND.replace("--max-lora-rank 16", "--max-lora-rank 32")
+    file.write_text(document({"model": {"model": MODEL}, "inference": {"launch": command, "sleep": "weights"}}))
+    result = run_cli("doctor", "--vllm", "--file", file)
+    assert result.exit_code == 0, result.output
+    starts, canary, sleeps, speed = result.output.splitlines()[1:]
+    assert starts.startswith("PASS  starts             http://127.0.0.1:")
+    assert canary.startswith("PASS  canary             canary: base within ")
+    assert sleeps.startswith("PASS  sleeps             equal seeds give equal tokens (weights released), ")
+    assert re.match(
+        r"PASS  speed              5 adapters loaded in [\d.]+ s; \d+/\d+/\d+/\d+ tokens/s at 1/16/64/256", speed
+    )
 
 
 @real

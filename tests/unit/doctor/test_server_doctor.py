@@ -86,7 +86,9 @@ def test_a_server_that_takes_smaller_adapters_is_checked_with_those(model, tmp_p
         server.close()
 
 
-def test_servers_that_cannot_be_checked(model, server):
+def test_servers_that_cannot_be_checked(model, server, tmp_path):
+    quickstart, served = Path(__file__).parents[3] / "campaigns" / "quickstart.toml", tmp_path / "served.toml"
+    served.write_text(f'[model]\nmodel = "{model}"\n[inference]\nurl = "{server.url}"\n')
     away = doctor("--url", "http://127.0.0.1:9", model)
     assert away.exit_code == 1
     assert "FAIL  answers            no server answers after 1 s:" in away.output
@@ -96,6 +98,15 @@ def test_servers_that_cannot_be_checked(model, server):
         (("--engine", "vllm"), "--engine belongs to the check of a server"),
         ((model,), "MODEL belongs to the check of a server"),
         (("--url", server.url, "--engine", "mlx", model), "there is no such engine here"),
+        (("--vllm",), "type: retrain doctor --vllm --file FILE"),
+        (
+            ("--vllm", "--file", Path(__file__).parents[3] / "campaigns" / "quickstart.toml"),
+            "this machine shows no GPU",
+        ),
+        (
+            ("--vllm", "--file", served),
+            f"names servers that run already: type retrain doctor --url URL --file {served}",
+        ),
     ):
         result = doctor(*arguments)
         assert (result.exit_code, words in result.output) == (2, True), result.output
