@@ -99,14 +99,8 @@ def test_servers_that_cannot_be_checked(model, server, tmp_path):
         ((model,), "MODEL belongs to the check of a server"),
         (("--url", server.url, "--engine", "mlx", model), "there is no such engine here"),
         (("--vllm",), "type: retrain doctor --vllm --file FILE"),
-        (
-            ("--vllm", "--file", Path(__file__).parents[3] / "campaigns" / "quickstart.toml"),
-            "this machine shows no GPU",
-        ),
-        (
-            ("--vllm", "--file", served),
-            f"names servers that run already: type retrain doctor --url URL --file {served}",
-        ),
+        (("--vllm", "--file", quickstart), "this machine shows no GPU"),
+        (("--vllm", "--file", served), f"servers that run already: type retrain doctor --url URL --file {served}"),
     ):
         result = doctor(*arguments)
         assert (result.exit_code, words in result.output) == (2, True), result.output
