@@ -66,7 +66,7 @@ OUT_OF_MEMORY = (
     "cudnn_status_alloc_failed",
 )
 """Parts of the messages by which allocators, drivers and libraries report out of memory in a plain RuntimeError."""
-_IS_DIVIDED = False  # True after ``limit_memory``
+_LIMIT: int | None = None  # Bytes of ``limit_memory``
 _BEGIN = time.time() - time.monotonic()
 
 
@@ -208,7 +208,9 @@ def resolve_device(devices: str) -> torch.device:
 
 
 def total_memory(device: torch.device) -> int:
-    return int(memory_share() * physical_memory(device))
+    """Return the bytes of the device's memory, or of this process's part of it."""
+    share = int(memory_share() * physical_memory(device))
+    return share if _LIMIT is None or device.type != "cuda" else min(share, _LIMIT)
 
 
 def physical_memory(device: torch.device) -> int:
@@ -221,15 +223,14 @@ def physical_memory(device: torch.device) -> int:
     return psutil.virtual_memory().total
 
 
-def limit_memory(device: torch.device, most: int) -> None:
-    """Limit this process to ``most`` bytes of the GPU from now on: another process on it counts on the rest, and what
-    goes beyond is an out-of-memory error here, not there."""
+def limit_memory(device: torch.device, most: int | None) -> None:
+    """Limit this process to ``most`` bytes of the GPU, because another process counts on the rest: what goes beyond is
+    an out-of-memory error here, not there. None lifts the limit."""
     import torch
 
-    global _IS_DIVIDED
-    share = min(memory_share(), most / physical_memory(device))
-    os.environ[MEMORY_SHARE], _IS_DIVIDED = repr(share), True
-    torch.cuda.set_per_process_memory_fraction(share, device)
+    global _LIMIT
+    _LIMIT = most
+    torch.cuda.set_per_process_memory_fraction(total_memory(device) / physical_memory(device), device)
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -340,14 +341,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def available_memory(device: torch.device | None = None) -> int:
     """Return the bytes that can still be allocated, within this process's share: on a GPU the memory that is free or
-    cached by torch, else the machine's available memory. After ``limit_memory`` the whole share counts, because what is
-    free depends on what the other process uses at the moment."""
+    cached by torch, else the machine's available memory. Within a limit of ``limit_memory`` all of it counts, because
+    what is free depends on what the other process uses at the moment."""
     import torch
 
     if device is not None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_allocated(device)
-        if _IS_DIVIDED:
+        if _LIMIT is not None:
             return total_memory(device) - allocated
         return min(free + torch.cuda.memory_reserved(device) - allocated, total_memory(device) - allocated)
     import psutil

@@ -213,14 +213,14 @@ class Bases:
         """Return the base of a configuration, its lanes and an engine that samples from its servers. Launched servers
         write logs to ``directory`` and keep running for the next cohort. Raises UsageError when no server answers."""
         base, lanes = self.with_lanes(config, lambda line: notify(line, "info"))
-        if (released := config.inference.released) and base.device.type == "cuda":
-            kept = asleep_bytes(released, base.weight_bytes)
-            limit_memory(base.device, physical_memory(base.device) - kept)
         model = config.model  # servers do not depend on the rank or other settings of training
         key = repr((config.inference, model.model, model.revision, base.fingerprint))
         if self._server is None or self._server[0] != key:
             self._close_server()
             self._server = key, server_engine(config, base, directory, notify, self.servers)
+        if (released := config.inference.released) and base.device.type == "cuda":
+            kept = asleep_bytes(released, base.weight_bytes)
+            limit_memory(base.device, physical_memory(base.device) - kept)
         engine = self._server[1]
         engine.forget()
         engine.pool.notify = notify
@@ -305,3 +305,5 @@ class Bases:
         if self._server is not None:
             server, self._server = self._server[1], None
             server.close()
+            if self._base is not None and self._base.device.type == "cuda":
+                limit_memory(self._base.device, None)

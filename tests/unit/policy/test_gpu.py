@@ -356,3 +356,14 @@ def test_processes_that_share_a_device_have_their_part_of_its_memory_each(monkey
     assert gpus.limits == [(0.25, cuda)]
     gpus.free = 3
     assert available_memory(cuda) == 5
+
+
+def test_a_process_beside_a_server_counts_on_all_of_its_part(gpus):
+    """What is free depends on whether the server sleeps at the moment, and the plan must not."""
+    cuda = torch.device("cuda:0")
+    devices.limit_memory(cuda, 30)
+    for gpus.free in (60, 3):
+        assert (devices.total_memory(cuda), available_memory(cuda)) == (30, 20)
+    devices.limit_memory(cuda, None)
+    assert (devices.total_memory(cuda), available_memory(cuda)) == (80, 5)
+    assert gpus.limits == [(30 / 80, cuda), (1.0, cuda)]
