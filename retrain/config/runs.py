@@ -67,7 +67,8 @@ def run_place(spec: RunSpec) -> str:
 
 @cache
 def _defaults() -> dict[str, object]:
-    return dict(flat(Config(campaign=CampaignSection()).to_dict()))
+    # A plan never has "auto", and "local" was the default of the releases whose records have no engine.
+    return dict(flat(Config(campaign=CampaignSection()).to_dict())) | {"inference.engine": "local"}
 
 
 def differences(
