@@ -15,7 +15,7 @@ from signal import SIGINT
 
 from retrain.campaign.executors.table import EXECUTORS
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
-from retrain.campaign.planning.engine import with_engine
+from retrain.campaign.planning.engine import as_begun, with_engine
 from retrain.campaign.planning.manifest import (
     CampaignObserver,
     CampaignOutcome,
@@ -72,6 +72,8 @@ def launch(
     """Plan a file, check it and train it. ``choose`` settles the plan's engine; if ``engine = "auto"`` led to a vLLM
     that does not start, retrain's own engine takes its place."""
     planned = Plan.of(loaded, out, registry)
+    if begun := as_begun(planned):
+        return execute(check(begun), observer, retry_failed, approval)
     try:
         return execute(check(choose(planned)), observer, retry_failed, approval)
     except ServerNotStarted as error:
@@ -86,7 +88,7 @@ def resume(
     sets: Sequence[str] = (),
 ) -> CampaignOutcome:  # fmt: skip
     """Continue a run or campaign from its directory, with ``section.key=value`` settings applied to all of its runs."""
-    return execute(check(read_plan(directory, sets)), observer, retry_failed, approval)
+    return execute(check(with_engine(read_plan(directory, sets))), observer, retry_failed, approval)
 
 
 def execute(

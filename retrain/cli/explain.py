@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -68,8 +68,10 @@ def explain(
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
     source = plan.source
     assert source is not None
-    with suppress(UsageError):  # no GPU here for a vLLM that the file asks for: it may train elsewhere
+    try:
         plan = with_engine(plan)
+    except UsageError as error:  # the file asks for vLLM, and may train elsewhere
+        plan = replace(plan, notes=(str(error),))
     specs, config = plan.specs, plan.specs[0].config
     seeds = list(dict.fromkeys(spec.seed for spec in specs))
     conditions = conditions_of(specs)

@@ -175,13 +175,11 @@ class Inference(Section, role=Role.SAMPLES):
         """Read a server without an engine as vLLM's, and vLLM without a server as one that retrain starts."""
         if not isinstance(data, dict):
             return data
-        engine, has_server = (
-            data.get("engine", AUTO),
-            any(str(data.get(key) or "").strip() for key in ("url", "launch")),
-        )
-        if engine == AUTO and has_server:
-            return data | {"engine": "vllm"}
-        return data if engine != "vllm" or has_server else data | {"launch": AUTO}
+        launch, engine = str(data.get("launch") or "").strip(), data.get("engine", AUTO)
+        has_server = bool(launch or str(data.get("url") or "").strip())
+        if launch == AUTO or (engine == "vllm" and not has_server):
+            data = data | {"launch": AUTO}
+        return data | {"engine": "vllm"} if engine == AUTO and has_server else data
 
     @property
     def served(self) -> bool:
@@ -212,13 +210,16 @@ class Inference(Section, role=Role.SAMPLES):
             message = f'is "{self.engine}", and neither url nor launch gives its server'
             fix = 'url = "http://127.0.0.1:8000", or launch = "vllm serve {model} --enable-lora"'
             yield ConfigIssue(("inference.engine", "inference.url", "inference.launch"), message, fix)
-        if self.url is not None and self.launch is not None:
-            message = "starts a server here, while url names one that is there"
-            yield ConfigIssue(("inference.launch", "inference.url"), message, "remove one of the two")
+        yield from self._launch_issues()
         for address in self.url or ():
             if not address.startswith(("http://", "https://")):
                 message = f'has "{address}", which is no address'
                 yield ConfigIssue(("inference.url",), message, f'url = "http://{address.lstrip("/")}"')
+
+    def _launch_issues(self) -> Iterator[ConfigIssue]:
+        if self.url is not None and self.launch is not None:
+            message = "starts a server here, while url names one that is there"
+            yield ConfigIssue(("inference.launch", "inference.url"), message, "remove one of the two")
         for key, default in (("launch_gpus", None), ("replicas", 1)):
             if self.launch is None and getattr(self, key) != default:
                 yield ConfigIssue((f"inference.{key}", "inference.launch"), "has no effect without launch")

@@ -115,7 +115,7 @@ def server_executor_rules(config: Config) -> Iterator[ConfigIssue]:
     if executor != "inprocess" and inference.launch == "auto":
         message = f'is "auto", which starts vLLM for one training process, and executor = "{executor}" has several'
         fix = 'launch = "vllm serve {model} --enable-lora", with launch_gpus, or executor = "inprocess"'
-        yield ConfigIssue(("campaign.executor", "inference.launch"), message, fix)
+        yield ConfigIssue(("inference.launch", "campaign.executor"), message, fix)
     elif executor != "inprocess" and inference.released:
         message = f'has servers sleep while one process trains, and executor = "{executor}" has several'
         yield ConfigIssue(("inference.sleep", "campaign.executor"), message, "sleep = false")

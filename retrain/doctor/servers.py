@@ -28,7 +28,8 @@ def server_config(url: Sequence[str], engine: str | None, model: str | None, fil
     """Return the configuration that servers are checked against: that of a file, else of ``model``, else of the model
     that the first server reports. Raises UsageError if it reports none."""
     # A campaign may be using the servers: they are not put to sleep.
-    addresses = {"url": list(url), "launch": None, "launch_gpus": None, "patience_s": PATIENCE_S, "sleep": False}
+    unused = dict.fromkeys(("launch", "launch_options", "python", "launch_gpus"))
+    addresses = {**unused, "url": list(url), "patience_s": PATIENCE_S, "sleep": False}
     if file is not None:
         data = Plan.of(load(file)).specs[0].config.to_dict()
         kind = engine or (data["inference"]["engine"] if data["inference"]["engine"] in SERVERS else "vllm")

@@ -20,7 +20,7 @@ from retrain.device import bfloat16_advice, described, gpu_facts, limit_memory, 
 from retrain.engines.local import LocalEngine
 from retrain.engines.plugin import PluginEngine
 from retrain.engines.protocol import Engine
-from retrain.engines.server.automatic import asleep_bytes
+from retrain.engines.server.automatic import USABLE, adapter_slots, asleep_bytes, server_rank
 from retrain.engines.server.build import server_engine
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import Fleet
@@ -219,8 +219,11 @@ class Bases:
             self._close_server()
             self._server = key, server_engine(config, base, directory, notify, self.servers)
         if (released := config.inference.released) and base.device.type == "cuda":
-            kept = asleep_bytes(released, base.weight_bytes)
-            limit_memory(base.device, physical_memory(base.device) - kept)
+            features = sum(shape.in_features + shape.out_features for shape in lanes.shapes)
+            adapter = server_rank(config.model.lora_rank) * features * base.dtype.itemsize
+            kept = base.weight_bytes + adapter_slots(config.inference.launch) * adapter
+            usable = int(USABLE * physical_memory(base.device))
+            limit_memory(base.device, usable - asleep_bytes(released, kept))
         engine = self._server[1]
         engine.forget()
         engine.pool.notify = notify

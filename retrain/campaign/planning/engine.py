@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from retrain.campaign.planning.manifest import has_begun, recorded_entries
 from retrain.campaign.planning.plan import Plan, base_key, lane_count
 from retrain.config import Config, parse_dict
 from retrain.config.root import without_unused
@@ -17,13 +18,15 @@ from retrain.config.rules import rule_issues
 from retrain.config.runs import RunSpec
 from retrain.engines.server import automatic
 from retrain.engines.server.automatic import GIB, Division, Machine, MemoryNeeds, NoVllm, server_rank
-from retrain.errors import UsageError
+from retrain.errors import RunFailed, UsageError
 from retrain.models.layers import Architecture, architecture_of
+from retrain.records.reader import planned_configs
 from retrain.training.estimate import Device, number_bytes, run_memory, run_size
 from retrain.util.text import count
 
 # Parameters below which retrain's own engine samples faster on a GPU (docs/performance.md)
 OWN_FASTER = 2_000_000_000
+CHOSEN = ("engine", "launch", "launch_options", "launch_gpus", "python", "sleep")  # Keys that the choice settles
 OWN = "Sampling with retrain's own engine: "
 
 
@@ -49,7 +52,7 @@ def with_engine(plan: Plan, machine: Machine | None = None, broken: str = "", sm
                 model = plan.specs[0].config.model.model
                 raise NoVllm(f"{model} has {count(parameters)} parameters, and below {count(smallest)} it is faster")
             return _settled(plan, *_vllm(served, machine, architecture))
-        except NoVllm as error:
+        except (NoVllm, RunFailed) as error:
             reason = str(error)
     if inference.engine == "auto":
         return _settled(plan, {"engine": "local"}, f"{OWN}{reason}" if machine.gpus else "")
@@ -57,6 +60,16 @@ def with_engine(plan: Plan, machine: Machine | None = None, broken: str = "", sm
         f'[inference] engine = "vllm" cannot start vLLM here: {reason}; give the url of a server, or type '
         "--set inference.engine=local"
     )
+
+
+def as_begun(plan: Plan) -> Plan | None:
+    """Return the plan with the engine with which its runs have begun; None if none has, or the file names another."""
+    inference, configs = plan.specs[0].config.inference, planned_configs(plan.directory)
+    entries, _ = recorded_entries(plan.directory, plan.specs)
+    if (inference.engine != "auto" and inference.launch != "auto") or not configs or not has_begun(entries.values()):
+        return None
+    recorded = next(iter(configs.values()))["inference"]
+    return _settled(plan, {"engine": "local"} | {key: recorded[key] for key in CHOSEN if key in recorded})
 
 
 def _settled(plan: Plan, settings: Mapping[str, Any], note: str = "") -> Plan:
@@ -89,9 +102,10 @@ def _obstacle(specs: Sequence[RunSpec], machine: Machine) -> str:
         return "this machine shows no GPU"
     for spec in specs:
         for issue in (issue for issue in rule_issues(spec.config) if not issue.warning):
-            key = next((key for key in issue.keys if not key.startswith("inference.")), issue.keys[0])
-            section, _, name = key.partition(".")
+            section, _, name = issue.keys[0].partition(".")
             return f"[{section}] {name} {issue.message}"
+        if spec.config.distillation.active and spec.config.distillation.teacher is not None:
+            return "[distillation] teacher takes memory that vLLM would need"
     return "" if machine.vllm else automatic.absence(specs[0].config)
 
 
@@ -106,26 +120,41 @@ def _vllm(specs: Sequence[RunSpec], machine: Machine, architecture: Architecture
     others = [name for name in names if name != names[trainer]]
     rank = max(server_rank(spec.config.model.lora_rank) for spec in specs)
     versions = max(spec.config.published_versions for spec in specs)
-    division: Division | None = None
-    cards, place = 0, f"on gpu:{trainer} beside the trainer"
     settings: dict[str, Any] = {"engine": "vllm", "launch_options": None, "python": None}
+    division: Division | None = None
+    cards = 0
     if others:
-        cards = automatic.cards_needed(machine.gpus[others[0]], sizes.base, len(others))
-        settings["launch_gpus"] = ",".join(others[:cards])
+        used, cards = _own_gpus(
+            config, others, automatic.cards_needed(machine.gpus[others[0]], sizes.base, len(others))
+        )
+        settings |= {"launch_gpus": ",".join(used), "sleep": False}
         place = f"on GPU {settings['launch_gpus']} of its own"
-        if idle := others[cards:]:
+        if idle := [name for name in others if name not in used]:
             place += f"; GPU {', '.join(idle)} idle ([inference] replicas and launch_gpus use them)"
     else:
+        if config.inference.replicas > 1:
+            raise NoVllm(f"[inference] replicas is {config.inference.replicas}, and there is one GPU")
         division = automatic.divide(total, machine.host, sizes, config.inference.sleep)
-        released = "its KV cache" if division.sleep == "kv" else "KV cache and weights"
-        place += (
-            f": KV cache {division.kv_bytes / GIB:.1f} GiB ({division.rows} sequences of {sizes.tokens:,} tokens); "
-            f"{released} {'is' if division.sleep == 'kv' else 'are'} released during updates"
-        )
         settings["sleep"] = division.sleep
+        released = "its KV cache is" if division.sleep == "kv" else "KV cache and weights are"
+        place = (
+            f"on gpu:{trainer} beside the trainer: KV cache {division.kv_bytes / GIB:.1f} GiB ({division.rows} "
+            f"sequences of {sizes.tokens:,} tokens); {released} released during updates"
+        )
     settings["launch"] = automatic.command(config, rank, lanes, versions, division, cards)
     untried = automatic.version_note(machine.vllm)
     return settings, f"Sampling with vLLM {machine.vllm} {place}" + (f". Careful: {untried}" if untried else "")
+
+
+def _own_gpus(config: Config, others: Sequence[str], cards: int) -> tuple[Sequence[str], int]:
+    """Return the GPUs of all replicas, and how many each has: ``launch_gpus``, else ``cards`` for each."""
+    replicas, given = config.inference.replicas, config.inference.launch_gpus
+    if given is not None:
+        names = [name.strip() for name in given.split(",")]
+        return names, len(names) // replicas
+    if cards * replicas > len(others):
+        raise NoVllm(f"[inference] replicas = {replicas} takes {cards * replicas} GPUs, and {len(others)} are left")
+    return others[: cards * replicas], cards
 
 
 def _sizes(specs: Sequence[RunSpec], architecture: Architecture, lanes: int) -> MemoryNeeds:
@@ -139,7 +168,7 @@ def _sizes(specs: Sequence[RunSpec], architecture: Architecture, lanes: int) -> 
     work = [run_size(spec.config) for spec in group]
     return MemoryNeeds(
         base=memories[0].base,
-        lanes=sum(memory.adapter for memory in memories),
+        lanes=sum(memory.adapter for memory in memories) + max(memory.update_copy for memory in memories),
         slots=min(lanes, automatic.MOST_ADAPTERS) * adapter,
         cache=architecture.cache_bytes(width),
         kept=architecture.kept_bytes(width),

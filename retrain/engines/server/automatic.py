@@ -92,13 +92,15 @@ def machine_of(config: Config) -> Machine:
 
 
 def visible_memory(gpus: Sequence[Gpu]) -> dict[str, int]:
-    """Return the bytes of those of the machine's GPUs that this process sees, by their name in CUDA_VISIBLE_DEVICES."""
+    """Return the bytes of those of the machine's GPUs that this process sees, by their name in CUDA_VISIBLE_DEVICES;
+    without parts of a GPU (MIG), whose size is not listed."""
     given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     names = given or [str(index) for index in range(len(gpus))]
     # A name that is no index (GPU-6ba7b8…) is the next of the list: GPUs of one machine are mostly alike.
     indices = [int(name) if name.isdigit() else position for position, name in enumerate(names)]
     amounts = [re.fullmatch(r"(\d+) MiB", gpu.memory) for gpu in gpus]
-    shown = {name: amounts[index] for name, index in zip(names, indices, strict=True) if index < len(amounts)}
+    pairs = [(name, index) for name, index in zip(names, indices, strict=True) if not name.startswith("MIG-")]
+    shown = {name: amounts[index] for name, index in pairs if index < len(amounts)}
     return {name: int(amount[1]) << 20 for name, amount in shown.items() if amount}
 
 
@@ -173,6 +175,12 @@ def divide(total: int, host: int, sizes: MemoryNeeds, sleep: str | bool = False)
 def asleep_bytes(sleep: str, weights: int) -> int:
     """Return the bytes of the GPU that a vLLM keeps during updates, by its ``sleep`` and the bytes of its weights."""
     return RESERVE + CONTEXT + (weights if sleep == "kv" else 0)
+
+
+def adapter_slots(launch: str | None) -> int:
+    """Return how many adapters a command of vLLM keeps on the GPU."""
+    given = re.findall(r"--max-loras[ =](\d+)", launch or "")
+    return int(given[-1]) if given else 1
 
 
 def cards_needed(total: int, base: int, others: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.connection import ServerUnavailable
-from retrain.errors import ServerFailed, ServerNotStarted, UsageError
+from retrain.errors import ServerFailed, ServerNotStarted
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ServerPool:
                 raise ServerNotStarted(f"[inference] launch: {why}")
             if waited > patience_s:
                 reasons = "\n".join(f"[inference] url {server.url}: {server.reason}" for server in servers)
-                raise UsageError(f"no server answers after {patience_s:g} s:\n{reasons}")
+                raise ServerNotStarted(f"no server answers after {patience_s:g} s:\n{reasons}")
             await asyncio.sleep(0.5)
             waited += 0.5
 

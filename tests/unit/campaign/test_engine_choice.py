@@ -232,6 +232,7 @@ def test_what_this_machine_offers(tmp_path, monkeypatch):
         ("1", {"1": 81559 << 20}),
         ("GPU-6ba7, GPU-81a2", {"GPU-6ba7": 24564 << 20, "GPU-81a2": 81559 << 20}),
         ("7", {}),
+        ("MIG-1234,MIG-5678", {}),
     ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
         assert visible_memory(listed) == visible
@@ -254,3 +255,52 @@ def test_a_vllm_that_does_not_start_leaves_the_own_engine(tmp_path):
     assert f"{OWN}vLLM did not start (RuntimeError: no kernel)" in heard.messages
     plan = read_plan(tmp_path / "out")
     assert plan.specs[0].config.inference.engine == "local"
+
+
+def test_a_begun_run_keeps_its_engine(tmp_path):
+    """Whatever this machine offers at the next start; a directory whose runs have not begun is planned anew."""
+    model = qwen3_directory(tmp_path / "model", ["1 + 2 = 3"])
+    text = TINY_RUN.format(model=model) + "max_tokens = 4\n[evaluation]\nproblems = 0\n[squeeze]\nenabled = false\n"
+    (tmp_path / "c.toml").write_text(text)
+    offered = partial(with_engine, machine=machine(80), smallest=0)
+    assert offered(Plan.of(load(tmp_path / "c.toml"), tmp_path / "out")).specs[0].config.inference.engine == "vllm"
+    assert launch(load(tmp_path / "c.toml"), tmp_path / "out", Heard()).exit_status == 0
+    longer = load(tmp_path / "c.toml", ["training.max_steps=3"])
+    assert launch(longer, tmp_path / "out", Heard(), choose=offered).exit_status == 0
+    assert read_plan(tmp_path / "out").specs[0].config.inference.engine == "local"
+    config = with_engine(read_plan(tmp_path / "out", ["inference.engine=auto"])).specs[0].config
+    assert config.inference.engine == "local"
+
+
+@pytest.mark.parametrize(
+    ("cards", "sets", "gpus", "tensor_parallel"),
+    [
+        (4, {"inference.replicas": 3}, "1,2,3", False),
+        (4, {"inference.launch_gpus": "2,3", "inference.replicas": 2}, "2,3", False),
+        (4, {"inference.launch_gpus": "2,3"}, "2,3", True),
+        (2, {"inference.sleep": "kv"}, "1", False),
+    ],
+)
+def test_typed_gpus_and_replicas_stay(cards, sets, gpus, tensor_parallel, tmp_path):
+    config = with_engine(plan_of(tmp_path, **sets), machine(*[80] * cards)).specs[0].config.inference
+    assert (config.engine, config.launch_gpus, config.released) == ("vllm", gpus, "")
+    assert ("--tensor-parallel-size 2" in config.launch) == tensor_parallel
+
+
+@pytest.mark.parametrize(
+    ("cards", "sets", "reason"),
+    [
+        (1, {"inference.replicas": 2}, "[inference] replicas is 2, and there is one GPU"),
+        (2, {"inference.replicas": 2}, "[inference] replicas = 2 takes 2 GPUs, and 1 are left"),
+        (1, {"model.lora_rank": 600}, "servers take adapters of rank 512 at most, and this one has rank 600"),
+        (1, {"distillation.weight": 0.5, "distillation.teacher": "Qwen/Qwen3-8B"},
+         "[distillation] teacher takes memory that vLLM would need"),
+        (1, {"campaign.executor": "processes"}, '[inference] launch is "auto", which starts vLLM for one training '
+         'process, and executor = "processes" has several'),
+    ],
+)  # fmt: skip
+def test_what_leaves_no_room_for_vllm(cards, sets, reason, tmp_path):
+    text = MODEL + ("[campaign]\nseeds = [1]\n" if "campaign.executor" in sets else "")
+    plan = with_engine(plan_of(tmp_path, text, **sets), machine(*[80] * cards))
+    assert plan.specs[0].config.inference.engine == "local"
+    assert plan.notes == (OWN + reason,)
