@@ -124,7 +124,7 @@ def _attention_kernels(task: Callable[[], T]) -> tuple[list[str], T]:
 
 
 def speed(subject: DoctorModel) -> Result:
-    """Compare decoding and an update, each after a warm-up, with the roofline of the measured rates."""
+    """Time decoding and an update, each after a warm-up, and compare both with the roofline of the measured rates."""
     rates = subject.rates or measure(subject)
     policies = [subject.trained(lane) for lane in range(2)]
     kind = subject.base.device.type

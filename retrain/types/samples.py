@@ -19,7 +19,7 @@ MAX_STALENESS = "max_async"  # Reason for discarding a group that exceeds the al
 
 @dataclass(frozen=True)
 class Denominators:
-    """Numbers by which the loss of an optimizer step is divided. *All* rollouts with a reward count, trained or not.
+    """Divisors of the loss of an optimizer step, which count *all* rollouts with a reward, trained or not.
 
     The counted tokens of a sequence are those of its loss mask; with ``all_tokens``, all action tokens; with
     ``kept_tokens``, those of the loss mask that were not rejected. ``action_tokens``: number of action tokens, by which

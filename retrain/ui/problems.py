@@ -63,8 +63,8 @@ class Matrix:
     def selection(
         self, sort: str = "differ", tag: str = "", text: str = "", first: int = 0, count: int = 200
     ) -> JsonObject:
-        """Return the matching problems, sorted: "differ" (most between conditions after training), "worse" (least p of
-        getting worse, then largest fall), "better", "hard" (least solved), "problem" (unsorted)."""
+        """Return the matching problems by ``sort``: "differ" (largest difference of conditions), "worse" (least p of
+        getting worse, then largest fall), "better" (largest rise), "hard" (least solved), "problem" (unsorted)."""
         rows = [
             row for row in self.rows
             if (not tag or tag in row["tags"]) and text.casefold() in f"{row['id']}\n{row['prompt']}".casefold()

@@ -92,8 +92,8 @@ def machine_of(config: Config) -> Machine:
 
 
 def visible_memory(gpus: Sequence[Gpu]) -> dict[str, int]:
-    """Return the bytes of those of the machine's GPUs that this process sees, by their name in CUDA_VISIBLE_DEVICES;
-    without parts of a GPU (MIG), whose size is not listed."""
+    """Return the memory, in bytes, of each GPU that this process sees, by its name in CUDA_VISIBLE_DEVICES; without
+    parts of a GPU (MIG), whose size is not listed."""
     given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     names = given or [str(index) for index in range(len(gpus))]
     # A name that is no index (GPU-6ba7b8…) is the next of the list: GPUs of one machine are mostly alike.

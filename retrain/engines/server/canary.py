@@ -56,7 +56,7 @@ class CanarySettings:
 @dataclass(frozen=True)
 class CanaryResult:
     """The test of one server. ``base`` and ``adapter``: root mean square differences (nats) of its log-probabilities
-    from the trainer's, without and with the adapter. ``effect``: that of the adapter (nats)."""
+    from the trainer's, without and with the adapter. ``effect``: how far the adapter moves the trainer's own (nats)."""
 
     base: float
     adapter: float

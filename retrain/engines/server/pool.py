@@ -56,8 +56,8 @@ class ServerPool:
             await self._opened(server)
 
     async def first_answers(self, patience_s: float) -> list[tuple[ServerClient, bool]]:
-        """Return every server and whether it answers: as soon as all do, or after ``start_s`` if some do. Raises
-        UsageError if none does within ``patience_s``, or the fleet gives up."""
+        """Return every server and whether it answers. Waits until all answer; if only some do, for ``start_s``. Raises
+        ServerNotStarted if none answers within ``patience_s``, or the fleet gives up."""
         waited = 0.0
         while True:
             servers = self.servers

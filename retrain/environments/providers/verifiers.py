@@ -30,8 +30,8 @@ class Verifiers:
 
     Held-out problems come from the first of these sources that exists: a second instance of the environment, made with
     ``args`` overridden by ``heldout_args`` (``{"split": "test"}``); the environment's own held-out problems, at most
-    ``heldout``; ``heldout`` of the training problems (0: none), the same in every run. ``train`` is the number of
-    problems of an endless taskset; for others, it is the largest number of training problems.
+    ``heldout``; a part of the training problems, ``heldout`` in number (0: none), the same in every run. ``train`` is
+    the number of problems of an endless taskset; for others, it is the largest number of training problems.
 
     ``exact`` declares that an episode is a function of problem, seed and actions. It is False by default, because tools
     may do anything. Raises MissingExtra, UsageError or DataError if the environment is missing or cannot be loaded.

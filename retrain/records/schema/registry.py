@@ -38,7 +38,7 @@ class Declaration(RegistryLine):
         return frozenset((settings, self.max_steps[label]) for label, settings in self.conditions.items())
 
     def repeats(self, earlier: "Declaration") -> bool:
-        """Return whether ``earlier`` has at least two of the same conditions and exactly the same seeds."""
+        """Return whether at least two conditions are also in ``earlier``, and the seeds are exactly the same."""
         return len(earlier.comparison & self.comparison) > 1 and set(earlier.seeds) == set(self.seeds)
 
 

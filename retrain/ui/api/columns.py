@@ -33,7 +33,7 @@ def columns_of(
     part: Window | None = None,
 ) -> JsonObject:  # fmt: skip
     """Return one run's columns from row ``since`` on, within ``part`` of the axis. All rows are smoothed, then thinned
-    to about ``points``: in each of equal stretches, the rows where the first column is least and greatest."""
+    to about ``points``: each of equal stretches keeps the rows where the first column is least and greatest."""
     numbers = library.numbers(run)
     head = run.head
     with numbers.lock():
