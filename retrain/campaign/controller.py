@@ -88,7 +88,10 @@ def resume(
     sets: Sequence[str] = (),
 ) -> CampaignOutcome:  # fmt: skip
     """Continue a run or campaign from its directory, with ``section.key=value`` settings applied to all of its runs."""
-    return execute(check(with_engine(read_plan(directory, sets))), observer, retry_failed, approval)
+    plan = read_plan(directory, sets)
+    if any(setting.startswith(("inference.engine", "inference.launch")) for setting in sets):
+        plan = with_engine(plan)
+    return execute(check(plan), observer, retry_failed, approval)
 
 
 def execute(

@@ -65,8 +65,9 @@ def with_engine(plan: Plan, machine: Machine | None = None, broken: str = "", sm
 def as_begun(plan: Plan) -> Plan | None:
     """Return the plan with the engine with which its runs have begun; None if none has, or the file names another."""
     inference, configs = plan.specs[0].config.inference, planned_configs(plan.directory)
-    entries, _ = recorded_entries(plan.directory, plan.specs)
-    if (inference.engine != "auto" and inference.launch != "auto") or not configs or not has_begun(entries.values()):
+    if (inference.engine != "auto" and inference.launch != "auto") or not configs:
+        return None
+    if not has_begun(recorded_entries(plan.directory, plan.specs)[0].values()):
         return None
     recorded = next(iter(configs.values()))["inference"]
     return _settled(plan, {"engine": "local"} | {key: recorded[key] for key in CHOSEN if key in recorded})
