@@ -224,8 +224,8 @@ def physical_memory(device: torch.device) -> int:
 
 
 def limit_memory(device: torch.device, most: int | None) -> None:
-    """Limit this process to ``most`` bytes of the GPU, because another process counts on the rest: what goes beyond is
-    an out-of-memory error here, not there. None lifts the limit."""
+    """Limit this process to ``most`` bytes of a GPU that it shares: an allocation beyond them is an out-of-memory error
+    here, from which training recovers, and leaves the other process its memory. None lifts the limit."""
     import torch
 
     global _LIMIT

@@ -15,7 +15,7 @@ from signal import SIGINT
 
 from retrain.campaign.executors.table import EXECUTORS
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
-from retrain.campaign.planning.engine import as_begun, with_engine
+from retrain.campaign.planning.engine import with_engine
 from retrain.campaign.planning.manifest import (
     CampaignObserver,
     CampaignOutcome,
@@ -72,15 +72,14 @@ def launch(
     """Plan a file, check it and train it. ``choose`` settles the plan's engine; if ``engine = "auto"`` led to a vLLM
     that does not start, retrain's own engine takes its place."""
     planned = Plan.of(loaded, out, registry)
-    if begun := as_begun(planned):
-        return execute(check(begun), observer, retry_failed, approval)
+    plan = choose(planned)
     try:
-        return execute(check(choose(planned)), observer, retry_failed, approval)
-    except ServerNotStarted as error:
-        if loaded.config.inference.engine != "auto":
-            raise
-        plan = choose(planned, broken=f"vLLM did not start ({error.reason})")
         return execute(check(plan), observer, retry_failed, approval)
+    except ServerNotStarted as error:
+        other = choose(planned, broken=f"vLLM did not start ({error.reason})")
+        if other.specs[0].config.inference == plan.specs[0].config.inference:
+            raise
+        return execute(check(other), observer, retry_failed, approval)
 
 
 def resume(
@@ -88,10 +87,7 @@ def resume(
     sets: Sequence[str] = (),
 ) -> CampaignOutcome:  # fmt: skip
     """Continue a run or campaign from its directory, with ``section.key=value`` settings applied to all of its runs."""
-    plan = read_plan(directory, sets)
-    if any(setting.startswith(("inference.engine", "inference.launch")) for setting in sets):
-        plan = with_engine(plan)
-    return execute(check(plan), observer, retry_failed, approval)
+    return execute(check(read_plan(directory, sets)), observer, retry_failed, approval)
 
 
 def execute(
@@ -105,6 +101,7 @@ def execute(
     the configured executor, and is closed at the end. Raises StorageError when the directory cannot be written,
     LeaseLost when another process has taken over the directory.
     """
+    plan = with_engine(plan)
     lock = DirectoryLock(plan.directory, observer.message)
     approval, executor = approval or Approval(), executor or executor_of(plan, lambda directory: lock.check)
     with ExitStack() as stack:

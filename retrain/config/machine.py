@@ -79,6 +79,8 @@ class BackendSection(Section, role=Role.SAMPLES):
 SERVERS = ("vllm", "sglang", "openai")
 """Values of ``engine`` that sample from servers."""
 AUTO = "auto"
+Released = Literal["", "kv", "weights"]
+"""Memory that a sleeping server frees: none, its KV cache, or its weights too."""
 _ELSEWHERE = ("there is no such engine here", 'engine = "vllm", or "openai" for a compatible server')
 _MAYBE_SERVED = (*SERVERS, AUTO)
 _OF_SERVERS = ActiveIf("inference.engine", _MAYBE_SERVED)
@@ -171,8 +173,8 @@ class Inference(Section, role=Role.SAMPLES):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_unsaid(cls, data: object) -> object:
-        """Read a server without an engine as vLLM's, and vLLM without a server as one that retrain starts."""
+    def _infer_server(cls, data: object) -> object:
+        """Set ``engine = "vllm"`` where only a server is given, and ``launch = "auto"`` where only vLLM is."""
         if not isinstance(data, dict):
             return data
         launch, engine = str(data.get("launch") or "").strip(), data.get("engine", AUTO)
@@ -186,7 +188,7 @@ class Inference(Section, role=Role.SAMPLES):
         return self.engine in SERVERS
 
     @property
-    def released(self) -> Literal["", "kv", "weights"]:
+    def released(self) -> Released:
         """Memory that a server on the trainer's GPU frees during updates; "" for servers that do not sleep."""
         return "weights" if self.sleep is True else self.sleep or ""
 

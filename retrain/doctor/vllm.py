@@ -92,9 +92,9 @@ def _speed(config: Config, lanes: Lanes, engine: ServerEngine) -> Result:
     texts = [f"{len(refs)} adapters loaded in {time.perf_counter() - begin:.1f} s"]
     for adapters in ADAPTERS:
         rates = []
-        for load_of in LOADS:
+        for requests in LOADS:
             begin = time.perf_counter()
-            groups = _sample(engine, refs[:adapters], load_of)
+            groups = _sample(engine, refs[:adapters], requests)
             tokens = sum(len(action.token_ids) for group in groups for action in group)
             rates.append(f"{tokens / (time.perf_counter() - begin):.0f}")
         texts.append(f"{'/'.join(rates)} tokens/s at {'/'.join(map(str, LOADS))} requests over {adapters}")

@@ -46,7 +46,7 @@ def squeeze_words(report: Values) -> list[str]:
         retention = report["min_variance_retention"]
         rank = f"{report['recommended_rank']} of {report['source_rank']}"
         share = f"at least {percent(retention)} of the energy (squared singular values)"
-        lines.append(f"recommended rank: {rank}, which keeps {share}")
+        lines.append(f"recommended rank: {rank}, which keeps {share}, judged by the weights alone")
         error = percent(math.sqrt(1.0 - retention))  # The energy is the squared norm of the weights' change
         unmeasured = f"Accuracy was not measured: the weights differ by up to {error} from those of the full rank."
         lines.append(report["verified"]["sentence"] if report.get("verified") else unmeasured)

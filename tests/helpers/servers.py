@@ -102,8 +102,7 @@ class StandIn:
         """Answer a request to sleep or to wake up, and refuse work meanwhile, as vLLM does; return whether it was."""
         path, query = scope["path"], scope["query_string"].decode()
         if path not in NAP_ROUTES:
-            works = not self.is_awake and (path.endswith("completions") or path.endswith("load_lora_adapter"))
-            if works and "unload" not in path:
+            if not self.is_awake and path.rpartition("/")[2] in ("completions", "load_lora_adapter"):
                 naps.append(f"refused {path}")
                 await Response("asleep", 500)(scope, receive, send)
                 return True

@@ -278,7 +278,7 @@ def test_the_doctor_starts_it_and_lets_it_sleep(tmp_path):
 def test_thirty_versions_pass_through_a_small_cache(base, lanes, tmp_path):
     """Two lanes with two live versions each, in the cache that the composed command would have for them; vLLM reads a
     version that was pushed out of its cache from its files again, and ends if they are gone."""
-    command = COMMAND.replace("--max-loras 4", "--max-loras 2") + f" --max-cpu-loras {2 * 3 + 2}"
+    command = COMMAND.replace("--max-loras 4", "--max-loras 2") + f" --max-cpu-loras {2 * 2 + 2}"
     made = ServerProcess(command, MODEL, tmp_path, server_environment(None), lambda text, level: print(text))
     try:
         eventually(lambda: answers(made.url), 400)

@@ -1,6 +1,6 @@
 """Choose the engine of ``[inference] engine = "auto"`` for a plan, and compose the command of ``launch = "auto"``.
 
-``launch`` and ``retrain explain`` call it. The choice is part of the plan from then on: a continued run keeps it.
+Training and ``retrain explain`` call it. The choice is part of the plan from then on: a continued run keeps it.
 """
 
 from __future__ import annotations
@@ -26,55 +26,53 @@ from retrain.util.text import count
 
 # Parameters below which retrain's own engine samples faster on a GPU (docs/performance.md)
 OWN_FASTER = 2_000_000_000
-CHOSEN = ("engine", "launch", "launch_options", "launch_gpus", "python", "sleep")  # Keys that the choice settles
+SETTLED = ("engine", "launch", "launch_options", "launch_gpus", "python", "sleep")  # Keys of [inference]
 OWN = "Sampling with retrain's own engine: "
 
 
 def with_engine(plan: Plan, machine: Machine | None = None, broken: str = "", smallest: int = OWN_FASTER) -> Plan:
-    """Return the plan with its engine chosen, and a note on the choice if a GPU is there.
+    """Return the plan with its engine settled, and a note on the choice if a GPU is there.
 
-    ``broken``: why vLLM is ruled out; ``smallest``: parameters from which "auto" takes it. Raises UsageError if the
-    file asks for a vLLM that cannot run here.
+    Runs that have begun keep their engine. ``broken``: why "auto" cannot take vLLM; ``smallest``: parameters from which
+    it does. Raises UsageError if the file asks for a vLLM that cannot run here.
     """
-    inference = plan.specs[0].config.inference
+    config = plan.specs[0].config
+    inference = config.inference
     if inference.engine != "auto" and inference.launch != "auto":
         return plan
-    if broken:
+    begun = _begun_settings(plan)
+    if begun and inference.engine in ("auto", begun["engine"]):
+        return _settled(plan, begun)
+    if broken and inference.engine == "auto":
         return _settled(plan, {"engine": "local"}, f"{OWN}{broken}")
-    machine = machine or automatic.machine_of(plan.specs[0].config)
-    served = [replace(spec, config=_with_server(spec.config)) for spec in plan.specs]
-    reason = _obstacle(served, machine)
-    if not reason:
-        try:
-            architecture = _architecture(plan.specs[0].config)
-            parameters = architecture.parameters()
-            if inference.engine == "auto" and parameters < smallest:
-                model = plan.specs[0].config.model.model
-                raise NoVllm(f"{model} has {count(parameters)} parameters, and below {count(smallest)} it is faster")
-            return _settled(plan, *_vllm(served, machine, architecture))
-        except (NoVllm, RunFailed) as error:
-            reason = str(error)
-    if inference.engine == "auto":
-        return _settled(plan, {"engine": "local"}, f"{OWN}{reason}" if machine.gpus else "")
-    raise UsageError(
-        f'[inference] engine = "vllm" cannot start vLLM here: {reason}; give the url of a server, or type '
-        "--set inference.engine=local"
-    )
+    machine = machine or automatic.machine_of(config)
+    try:
+        served, architecture = _served(plan.specs, machine, smallest if inference.engine == "auto" else 0)
+        return _settled(plan, *_vllm(served, machine, architecture))
+    except (NoVllm, RunFailed) as error:
+        if inference.engine == "auto":
+            return _settled(plan, {"engine": "local"}, f"{OWN}{error}" if machine.gpus else "")
+        raise UsageError(
+            f'[inference] engine = "vllm" cannot start vLLM here: {error}; give the url of a server, or type '
+            "--set inference.engine=local"
+        ) from error
 
 
-def as_begun(plan: Plan) -> Plan | None:
-    """Return the plan with the engine with which its runs have begun; None if none has, or the file names another."""
-    inference, configs = plan.specs[0].config.inference, planned_configs(plan.directory)
-    if (inference.engine != "auto" and inference.launch != "auto") or not configs:
-        return None
-    if not has_begun(recorded_entries(plan.directory, plan.specs)[0].values()):
+def _begun_settings(plan: Plan) -> dict[str, Any] | None:
+    """Return the recorded engine and its settings, if a run of the directory has begun."""
+    configs = planned_configs(plan.directory)
+    if not configs or not has_begun(recorded_entries(plan.directory, plan.specs)[0].values()):
         return None
     recorded = next(iter(configs.values()))["inference"]
-    return _settled(plan, {"engine": "local"} | {key: recorded[key] for key in CHOSEN if key in recorded})
+    return {"engine": "local"} | {key: recorded[key] for key in SETTLED if key in recorded}
 
 
 def _settled(plan: Plan, settings: Mapping[str, Any], note: str = "") -> Plan:
-    specs = [replace(spec, config=_with(spec.config, settings)) for spec in plan.specs]
+    # [inference] is the same for all runs of a plan.
+    data = plan.specs[0].config.to_dict()
+    data["inference"] |= settings
+    section = parse_dict(without_unused(Config.model_validate(data))).inference
+    specs = [replace(spec, config=spec.config.model_copy(update={"inference": section})) for spec in plan.specs]
     source = plan.source
     if source is not None:
         # The file's own configuration is recorded, too.
@@ -83,35 +81,37 @@ def _settled(plan: Plan, settings: Mapping[str, Any], note: str = "") -> Plan:
     return replace(plan, specs=specs, source=source, notes=(note,) if note else ())
 
 
-def _with(config: Config, settings: Mapping[str, Any]) -> Config:
-    data = config.to_dict()
-    if data["inference"] == data["inference"] | settings:
-        return config
-    data["inference"] |= settings
-    return parse_dict(without_unused(Config.model_validate(data)))
-
-
-def _with_server(config: Config) -> Config:
-    data = config.to_dict()
-    data["inference"] |= {"engine": "vllm", "launch": "auto"}
-    return Config.model_validate(data)
-
-
-def _obstacle(specs: Sequence[RunSpec], machine: Machine) -> str:
-    """Return why vLLM cannot sample for these runs, which would use it, on this machine; "" if it can."""
-    if not machine.gpus:
-        return "this machine shows no GPU"
+def _check_possible(specs: Sequence[RunSpec], machine: Machine) -> None:
+    """Raise NoVllm with the first reason why vLLM cannot sample for these runs. Their configurations have vLLM as the
+    engine, so that the rules for servers apply."""
     for spec in specs:
         for issue in (issue for issue in rule_issues(spec.config) if not issue.warning):
             section, _, name = issue.keys[0].partition(".")
-            return f"[{section}] {name} {issue.message}"
+            raise NoVllm(f"[{section}] {name} {issue.message}")
         if spec.config.distillation.active and spec.config.distillation.teacher is not None:
-            return "[distillation] teacher takes memory that vLLM would need"
-    return "" if machine.vllm else automatic.absence(specs[0].config)
+            raise NoVllm("[distillation] teacher takes memory that vLLM would need")
+    if not machine.vllm:
+        raise NoVllm(automatic.absence(specs[0].config))
+
+
+def _served(specs: Sequence[RunSpec], machine: Machine, smallest: int) -> tuple[list[RunSpec], Architecture]:
+    """Return the runs with vLLM as their engine, and the sizes of their model. Raises NoVllm if vLLM cannot sample for
+    them here, or the model has fewer parameters than ``smallest``."""
+    if not machine.gpus:
+        raise NoVllm("this machine shows no GPU")
+    inference = specs[0].config.inference.model_copy(update={"engine": "vllm", "launch": "auto"})
+    served = [replace(spec, config=spec.config.model_copy(update={"inference": inference})) for spec in specs]
+    _check_possible(served, machine)
+    model, architecture = specs[0].config.model.model, _architecture(specs[0].config)
+    if (parameters := architecture.parameters()) < smallest:
+        below = f"below {count(smallest)} this engine is faster than vLLM"
+        raise NoVllm(f"{model} has {count(parameters)} parameters, and {below}")
+    return served, architecture
 
 
 def _vllm(specs: Sequence[RunSpec], machine: Machine, architecture: Architecture) -> tuple[dict[str, Any], str]:
-    """Return the settings of a vLLM for these runs, and the note. Raises NoVllm."""
+    """Return the settings of a vLLM for these runs, and the note. Raises NoVllm, and RunFailed for a rank that vLLM
+    does not take."""
     config = specs[0].config
     names, trainer = list(machine.gpus), int((config.backend.named_gpus or ["gpu:0"])[0].removeprefix("gpu:"))
     if trainer >= len(names):
@@ -125,9 +125,8 @@ def _vllm(specs: Sequence[RunSpec], machine: Machine, architecture: Architecture
     division: Division | None = None
     cards = 0
     if others:
-        used, cards = _own_gpus(
-            config, others, automatic.cards_needed(machine.gpus[others[0]], sizes.base, len(others))
-        )
+        least = automatic.cards_needed(machine.gpus[others[0]], sizes.base, len(others))
+        used, cards = _own_gpus(config, others, least)
         settings |= {"launch_gpus": ",".join(used), "sleep": False}
         place = f"on GPU {settings['launch_gpus']} of its own"
         if idle := [name for name in others if name not in used]:
@@ -152,6 +151,10 @@ def _own_gpus(config: Config, others: Sequence[str], cards: int) -> tuple[Sequen
     replicas, given = config.inference.replicas, config.inference.launch_gpus
     if given is not None:
         names = [name.strip() for name in given.split(",")]
+        if other := [name for name in names if name not in others]:
+            raise NoVllm(
+                f"[inference] launch_gpus has {other[0]}, which is the trainer's GPU, or none that this process sees"
+            )
         return names, len(names) // replicas
     if cards * replicas > len(others):
         raise NoVllm(f"[inference] replicas = {replicas} takes {cards * replicas} GPUs, and {len(others)} are left")

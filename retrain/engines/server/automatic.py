@@ -22,8 +22,8 @@ from retrain.models.layers import LEAST_ROWS
 GIB = 2**30
 USABLE = 0.95  # Share of a GPU's memory that is planned; CUDA's own and fragmentation take the rest
 OWN_CARD = 0.9  # Share of the memory that a vLLM on a GPU of its own may use
-# Memory of a vLLM beside weights, adapters and KV cache. Assumed, not measured: buffers and CUDA graphs, which stay
-# while it sleeps; the CUDA context, likewise; and activations, which only sampling needs
+# Memory of a vLLM beside weights, adapters and KV cache: buffers and CUDA graphs, and the CUDA context, which both stay
+# while it sleeps; and activations. Assumed; vLLM 0.26 took 3.1 GiB in all at the shapes of Qwen3-1.7B on an H200
 RESERVE, CONTEXT, ACTIVATIONS = 2 * GIB, int(0.7 * GIB), int(1.2 * GIB)
 HOST_SHARE = 0.5  # Largest share of the machine's memory for the weights of a sleeping vLLM
 UPDATE_SEQUENCES = 2  # Sequences whose update must fit while the weights of vLLM stay on the GPU
@@ -32,31 +32,29 @@ VERSIONS = ((0, 31), (0, 34))  # First version of vLLM that was tried, and the f
 ASK_VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
 ASK_SECONDS = 30.0
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # Ranks that vLLM takes; SGLang takes any
-ENVIRONMENT = "HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1"
+VARIABLES = "HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """``gpus``: bytes of each GPU that this process sees, by its name in CUDA_VISIBLE_DEVICES, in order. ``vllm``:
-    version of the installed vLLM, or ""."""
+    """The GPUs, memory and vLLM of this machine."""
 
-    gpus: dict[str, int]
-    host: int
-    vllm: str
+    gpus: dict[str, int]  # Bytes of each GPU that this process sees, by its name in CUDA_VISIBLE_DEVICES, in order
+    host: int  # Bytes of the machine's main memory
+    vllm: str  # Version of the installed vLLM, or ""
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes of one base, of the trainer's lanes, and of vLLM's adapter slots; bytes per token of the KV cache and of
-    what an update keeps; tokens of the longest sequence; most sequences at once."""
+    """Memory that a cohort needs in the trainer and in vLLM."""
 
-    base: int
-    lanes: int
-    slots: int
-    cache: int
-    kept: int
-    tokens: int
-    rows: int
+    base: int  # Bytes of the base's weights, of which the trainer and vLLM have one copy each
+    lanes: int  # Bytes of the trainer's adapters and optimizers
+    slots: int  # Bytes of the adapters in vLLM
+    cache: int  # Bytes of the KV cache per token
+    kept: int  # Bytes per token that a forward pass keeps for its backward pass
+    tokens: int  # Tokens of the longest sequence, prompt included
+    rows: int  # Most sequences at once
 
 
 @dataclass(frozen=True)
@@ -184,8 +182,8 @@ def adapter_slots(launch: str | None) -> int:
 
 
 def cards_needed(total: int, base: int, others: int) -> int:
-    """Return how many of ``others`` GPUs of ``total`` bytes vLLM takes for itself, a power of two: as few as hold the
-    base with half as much for the KV cache. Raises NoVllm."""
+    """Return how many of ``others`` GPUs of ``total`` bytes vLLM takes for itself: the smallest power of two that holds
+    the base and a KV cache of half its size. Raises NoVllm."""
     count = 1
     while count <= others:
         if 1.5 * base / count + RESERVE + CONTEXT + ACTIVATIONS <= OWN_CARD * total:
@@ -196,23 +194,24 @@ def cards_needed(total: int, base: int, others: int) -> int:
 
 def is_composed(launch: str | None) -> bool:
     """Return whether ``command`` wrote this command."""
-    return launch is not None and launch.startswith(f"env {ENVIRONMENT}")
+    return launch is not None and launch.startswith(f"env {VARIABLES}")
 
 
 def command(config: Config, rank: int, lanes: int, versions: int, division: Division | None, cards: int = 1) -> str:
     """Return the command of a vLLM for ``lanes`` runs with adapters of ``rank``, each with ``versions`` live versions.
-    ``division``: its part of the trainer's GPU; None with ``cards`` GPUs of its own. ``{model}`` stays to be filled."""
+    ``division``: its part of the trainer's GPU; None if it has ``cards`` GPUs of its own. The command contains the
+    placeholder ``{model}``."""
     settings, bfloat16 = config.inference, config.inference.dtype in ("auto", "bfloat16")
     batch_invariant = " VLLM_BATCH_INVARIANT=1" if config.training.deterministic else ""
     parts = [
-        f"env {ENVIRONMENT}{batch_invariant} {shlex.quote(settings.python or sys.executable)}",
+        f"env {VARIABLES}{batch_invariant} {shlex.quote(settings.python or sys.executable)}",
         "-m vllm.entrypoints.cli.main serve {model}",
         f"--served-model-name {shlex.quote(config.model.model)} --dtype {'bfloat16' if bfloat16 else 'float32'}",
         # The longest that its KV cache can hold, at most the model's own
         f"--max-model-len auto --max-num-seqs {settings.max_in_flight}",
         f"--enable-lora --max-loras {min(lanes, MOST_ADAPTERS)} --max-lora-rank {rank}",
         # An adapter that is pushed out of this cache is read from its files again, which ends vLLM if they are gone.
-        f"--max-cpu-loras {lanes * (versions + 1) + 2}",
+        f"--max-cpu-loras {lanes * versions + 2}",
         "--logprobs-mode processed_logprobs --generation-config vllm",
     ]
     if bfloat16:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
+from retrain.config.machine import Released
 from retrain.engines.protocol import EngineState, Finished
 from retrain.engines.server.adapters import AbandonedAdapters, AdapterStore, PublishedAdapter
 from retrain.engines.server.client import ServerClient
@@ -22,7 +23,7 @@ from retrain.engines.server.connection import RequestFailed
 from retrain.engines.server.fleet import Fleet
 from retrain.engines.server.loop import LoopThread
 from retrain.engines.server.pool import WAITS, ServerPool, Waits
-from retrain.engines.server.sleep import Released, SharedGpu
+from retrain.engines.server.sleep import SharedGpu
 from retrain.engines.slots import check_lengths
 from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.policy.local import LocalSnapshot

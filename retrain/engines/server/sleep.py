@@ -6,16 +6,13 @@ Servers are awake from the first call that samples until ``SharedGpu.sleep``, wh
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Literal
 
 import torch
 
+from retrain.config.machine import Released
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.connection import ModelNotFound, RequestFailed, ServerUnavailable
 from retrain.errors import ServerFailed
-
-Released = Literal["", "kv", "weights"]
-"""Memory that a server frees while it sleeps: none, its KV cache, or its weights too."""
 
 
 class SharedGpu:
@@ -26,7 +23,7 @@ class SharedGpu:
     ``sleep`` returns only when all memory is free.
 
     ``hold_restarts(held)``: while ``held``, a server that dies is not started again, because it would find no memory.
-    ``notify(text, level)`` is called once if a server can only free more than ``released`` names.
+    ``notify(text, level)`` is called once if a server cannot free its KV cache alone, and frees its weights too.
     """
 
     def __init__(self, released: Released, hold_restarts: Callable[[bool], None], notify: Callable[[str, str], None]):

@@ -122,7 +122,7 @@ OWN = "Sampling with retrain's own engine: "
         ((8,), {}, "local", OWN + "0 sequences of 384 tokens would fit beside two copies of the model on a GPU of 8 "
          "GiB (each 7.5 GiB; trained adapters 1.6 GiB), fewer than 8"),
         ((80,), {"model.model": "tiny-reasoner"}, "local", OWN + "tiny-reasoner has 641,344 parameters, and below 2 "
-         "B it is faster"),
+         "B this engine is faster than vLLM"),
         ((80,), {"inference.engine": "local"}, "local", None),
         ((80,), {"vllm": "0.35.1"}, "vllm", "Sampling with vLLM 0.35.1 on gpu:0 beside the trainer: KV cache 3.4 GiB "
          "(64 sequences of 384 tokens); its KV cache is released during updates. Careful: vLLM 0.35.1 was not tried "
@@ -198,8 +198,7 @@ def test_the_command_names_everything_that_numbers_depend_on(tmp_path):
         "--logprobs-mode": "processed_logprobs", "--generation-config": "vllm", "--max-loras": "2",
         "--hf-overrides": '{"head_dtype": "float32"}', "--max-model-len": "auto",
     }.items()  # fmt: skip
-    # One lane has two live versions, which servers keep one longer, and there is room for two more.
-    assert options["--max-cpu-loras"] == "5"
+    assert options["--max-cpu-loras"] == "4"  # one lane's newest version and the one before, and two more
     assert (config.sleep, config.released) == ("kv", "kv")
     assert int(options["--kv-cache-memory-bytes"]) == 64 * 384 * 2 * 36 * 8 * 128 * 2
     assert (config.launch_options, config.python) == (None, None)  # they are in the command now
@@ -214,7 +213,7 @@ def test_other_commands(tmp_path):
     assert "VLLM_BATCH_INVARIANT=1" in line
     assert "--dtype float32" in line
     assert "head_dtype" not in line
-    assert "--max-loras 16 --max-lora-rank 16 --max-cpu-loras 122 " in line
+    assert "--max-loras 16 --max-lora-rank 16 --max-cpu-loras 82 " in line
     assert line.endswith("--tensor-parallel-size 2")
     assert sys.executable in line
 
@@ -268,8 +267,15 @@ def test_a_begun_run_keeps_its_engine(tmp_path):
     longer = load(tmp_path / "c.toml", ["training.max_steps=3"])
     assert launch(longer, tmp_path / "out", Heard(), choose=offered).exit_status == 0
     assert read_plan(tmp_path / "out").specs[0].config.inference.engine == "local"
-    config = with_engine(read_plan(tmp_path / "out", ["inference.engine=auto"])).specs[0].config
-    assert config.inference.engine == "local"
+    for sets, engine in ((["inference.engine=auto"], "local"), (["inference.engine=vllm"], "vllm")):
+        assert offered(read_plan(tmp_path / "out", sets)).specs[0].config.inference.engine == engine
+    with pytest.raises(UsageError, match=r"inference\.engine: local → vllm"):
+        launch(
+            load(tmp_path / "c.toml", ["training.max_steps=4", "inference.engine=vllm"]),
+            tmp_path / "out",
+            Heard(),
+            choose=offered,
+        )
 
 
 @pytest.mark.parametrize(
@@ -292,6 +298,8 @@ def test_typed_gpus_and_replicas_stay(cards, sets, gpus, tensor_parallel, tmp_pa
     [
         (1, {"inference.replicas": 2}, "[inference] replicas is 2, and there is one GPU"),
         (2, {"inference.replicas": 2}, "[inference] replicas = 2 takes 2 GPUs, and 1 are left"),
+        (2, {"inference.launch_gpus": "0,1"}, "[inference] launch_gpus has 0, which is the trainer's GPU, or none "
+         "that this process sees"),
         (1, {"model.lora_rank": 600}, "servers take adapters of rank 512 at most, and this one has rank 600"),
         (1, {"distillation.weight": 0.5, "distillation.teacher": "Qwen/Qwen3-8B"},
          "[distillation] teacher takes memory that vLLM would need"),
