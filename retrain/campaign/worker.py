@@ -176,6 +176,8 @@ class Worker:
         config = job.runs[0].config
         if trainer.team is None and config.backend.shard != "none":
             trainer.team = Team(config)
+        if config.inference.beside_trainer:
+            trainer.servers, trainer.server_directory = None, home_of(self.directory, self.options.slot)
         runs = [spec.run_id for spec in job.runs] if isinstance(job, CohortJob) else []
         self.send(task, JobStarted(task, self.options.name, runs))
         places = [(run_directory(job.directory, spec), self.owner.at(run_place(spec))) for spec in job.runs]

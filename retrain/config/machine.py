@@ -134,7 +134,12 @@ class Inference(Section, role=Role.SAMPLES):
     the one that runs retrain."""
     replicas: Annotated[Count, Role.NAMES, _OF_SERVERS] = 1
     """Number of servers that `launch` starts; they share the load and log to `server_1.log` and so on."""
-    launch_gpus: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
+    launch_gpus: Annotated[
+        OptionalText,
+        BeforeValidator(lambda value: str(value) if type(value) is int else value),  # --set inference.launch_gpus=1
+        Role.NAMES,
+        _OF_SERVERS,
+    ] = None
     """GPUs of the launched servers, as in CUDA_VISIBLE_DEVICES: `1`, or `1,2`; `replicas` divide them up in order.
     Unset is all. Workers use the others."""
     api_key_env: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
@@ -191,6 +196,11 @@ class Inference(Section, role=Role.SAMPLES):
     def released(self) -> Released:
         """Memory that a server on the trainer's GPU frees during updates; "" for servers that do not sleep."""
         return "weights" if self.sleep is True else self.sleep or ""
+
+    @property
+    def beside_trainer(self) -> bool:
+        """True if every training process launches servers of its own, which sleep on its GPU during updates."""
+        return self.launch is not None and bool(self.released) and self.launch_gpus is None
 
     def mismatch_limit_in(self, dtype: str) -> float:
         return self.mismatch_limit or MISMATCH_LIMITS.get(dtype, MISMATCH_LIMITS["bfloat16"])

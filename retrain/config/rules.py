@@ -112,13 +112,25 @@ def server_executor_rules(config: Config) -> Iterator[ConfigIssue]:
     if executor == "ray" and inference.launch_gpus is not None:
         message = f'is "{inference.launch_gpus}", and with executor = "ray" the cluster assigns GPUs to servers'
         yield ConfigIssue(("inference.launch_gpus", "campaign.executor"), message, "[ray] server_gpus = 1")
-    if executor != "inprocess" and inference.launch == "auto":
-        message = f'is "auto", which starts vLLM for one training process, and executor = "{executor}" has several'
-        fix = 'launch = "vllm serve {model} --enable-lora", with launch_gpus, or executor = "inprocess"'
-        yield ConfigIssue(("inference.launch", "campaign.executor"), message, fix)
-    elif executor != "inprocess" and inference.released:
+    if executor == "inprocess":
+        return
+    launch, beside = ("inference.launch", "campaign.executor"), inference.beside_trainer
+    if inference.launch == "auto" and executor != "processes":
+        message = f'is "auto", which starts vLLM on GPUs of this machine, and executor = "{executor}" trains on others'
+        yield ConfigIssue(launch, message, 'launch = "vllm serve {model} --enable-lora", or url')
+    elif inference.launch == "auto" and inference.launch_gpus is not None:
+        message = (
+            'is "auto", which starts a vLLM on the GPU of every worker, and launch_gpus names GPUs for all of them'
+        )
+        yield ConfigIssue(launch, message, 'remove launch_gpus, or launch = "vllm serve {model} --enable-lora"')
+    elif inference.released and (executor != "processes" or not beside):
         message = f'has servers sleep while one process trains, and executor = "{executor}" has several'
         yield ConfigIssue(("inference.sleep", "campaign.executor"), message, "sleep = false")
+    share = config.campaign.gpus_per_cohort
+    gpus = share if share < 1 else config.gpus_per_worker
+    if (beside or inference.launch == "auto") and gpus != 1:
+        message = f"is {gpus:g}, and a server that a worker starts beside itself needs one whole GPU"
+        yield ConfigIssue(("campaign.gpus_per_cohort", "inference.launch"), message, "gpus_per_cohort = 1")
 
 
 def shard_rules(config: Config) -> Iterator[ConfigIssue]:

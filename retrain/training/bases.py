@@ -152,15 +152,17 @@ def _built(
 class Bases:
     """Holder of the base model in memory, which consecutive cohorts reuse and the end of the ``with`` block frees.
     ``load`` replaces loading from files. ``ranks``: processes that load the same base together. ``servers``: the
-    launched servers, if another process owns them."""
+    launched servers, if another process owns them. ``server_directory``: for servers of this process, if it is a
+    worker."""
 
     def __init__(
         self,
         load: Callable[[Config], BaseModel] | None = None,
         ranks: RankGroup | None = None,
         servers: Fleet | None = None,
+        server_directory: Path | None = None,
     ) -> None:
-        self.ranks, self.servers = ranks, servers
+        self.ranks, self.servers, self.server_directory = ranks, servers, server_directory
         self._load, self._key, self._targets = load, "", ""
         self._files: ModelFiles | None = None
         self._base: BaseModel | None = None
@@ -217,6 +219,7 @@ class Bases:
         key = repr((config.inference, model.model, model.revision, base.fingerprint))
         if self._server is None or self._server[0] != key:
             self._close_server()
+            directory = self.server_directory or directory
             self._server = key, server_engine(config, base, directory, notify, self.servers)
         if (released := config.inference.released) and base.device.type == "cuda":
             features = sum(shape.in_features + shape.out_features for shape in lanes.shapes)

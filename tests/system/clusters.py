@@ -26,6 +26,7 @@ TESTS = Path(__file__).parents[1]
 STUB = (str(TESTS / "programs/stubworker.py"),)
 """For ``protocol.PROGRAM``: workers that train nothing."""
 SERVE = f"{sys.executable} -m retrain serve {{model}} --port {{port}}"
+SLEEPER = f"{sys.executable} {TESTS}/programs/sleeping_server.py {{model}} --port {{port}}"
 
 
 def job(directory: Path, *runs: str) -> CohortJob:

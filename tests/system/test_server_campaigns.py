@@ -2,16 +2,24 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
-from helpers.campaigns import Heard, campaign, continue_training, train
+from helpers.campaigns import Heard, campaign, continue_training, eventually, train
 from helpers.models import qwen3_directory
 from helpers.servers import StandIn
 
+from retrain.campaign.controller import execute
+from retrain.campaign.executors.local import Local
+from retrain.campaign.planning.plan import Plan
+from retrain.campaign.planning.references import check
+from retrain.campaign.running.protocol import WorkerDevice
+from retrain.campaign.running.workers import CampaignWorkers
+from retrain.config import load
 from retrain.errors import ModelError, RetrainError, UsageError
 from retrain.files import read_json
-from tests.system.clusters import SERVE, check_complete, recorded, rows_of
+from tests.system.clusters import SERVE, SLEEPER, check_complete, recorded, rows_of
 
 QUIET = ("training.save_every=2", "squeeze.enabled=false", "campaign.lanes=4")
 SERVED = ('inference.engine="vllm"', "inference.patience_s=1.0", "inference.timeout_s=20.0")
@@ -20,6 +28,9 @@ WORKERS = (
     "campaign.workers=2", "campaign.lanes=2", "backend.devices=cpu",
 )  # fmt: skip
 LAUNCHED = ("inference.engine=openai", f"inference.launch='{SERVE}'", "inference.patience_s=120")
+BESIDE = (
+    "inference.engine=vllm", f"inference.launch='{SLEEPER}'", "inference.sleep=true", "inference.patience_s=120",
+)  # fmt: skip
 DIED = "the server has died (signal 9) and is started again"
 
 
@@ -151,3 +162,56 @@ def test_a_command_that_is_no_server_ends_the_campaign_with_what_it_said(tmp_pat
     sets = [*WORKERS, "inference.engine=openai", f'inference.launch="""{dies}"""', "inference.patience_s=120"]
     with pytest.raises(UsageError, match=r"(?s)launch: the server died 4 times in a row.*no such option"):
         train(campaign(tmp_path, model, steps=3), tmp_path / "out", *sets)
+
+
+def served_in(out: Path) -> list[tuple[str, str, str]]:
+    """Return process, GPU and port of every server that workers have started."""
+    lines = [line for log in sorted(out.glob("workers/worker_*/server.log")) for line in log.read_text().splitlines()]
+    return [tuple(line.split()[1::2]) for line in lines if line.startswith("process ")]
+
+
+def check_nothing_is_left(out: Path) -> None:
+    eventually(lambda: not [pid for pid, *_ in served_in(out) if psutil.pid_exists(int(pid))], 30)
+    assert not [*out.glob("workers/worker_*/server.json"), *out.glob("workers/worker_*/adapters/*")]
+
+
+def test_every_worker_has_a_server_on_its_own_gpu(tmp_path, model):
+    """One worker is killed on the way, and another one with a new server takes its place."""
+    out, killed = tmp_path / "out", []
+
+    def kill(spec, count):
+        if count == 4:
+            workers = [child for child in psutil.Process().children() if "retrain.campaign.worker" in child.cmdline()]
+            killed.append(workers[0].pid)
+            workers[0].kill()
+
+    heard = Heard(kill)
+    loaded = load(campaign(tmp_path, model, steps=3), [*WORKERS, *BESIDE])
+    local = Local([WorkerDevice(f"gpu:{gpu}", 1, str(gpu)) for gpu in range(2)], out)
+    plan = check(Plan.of(loaded, out))
+    assert execute(plan, heard, executor=CampaignWorkers(local, out)).exit_status == 0
+    check_complete(out)
+    assert killed
+    servers = served_in(out)
+    assert sorted({gpu for _, gpu, _ in servers}) == ["0", "1"]
+    assert len(servers) == 3
+    assert len({port for *_, port in servers}) == 3
+    assert not [line for line in heard.messages if line.startswith(DIED)]
+    for log in out.glob("workers/worker_*/server.log"):
+        assert "/sleep?level=1" in log.read_text()
+        assert "refused" not in log.read_text()
+    check_nothing_is_left(out)
+
+
+def test_the_servers_of_workers_end_with_ctrl_c(tmp_path, model):
+    out = tmp_path / "out"
+    words = [word for text in (*WORKERS, *BESIDE) for word in ("--set", text)]
+    command = [sys.executable, "-m", "retrain", "train", campaign(tmp_path, model, steps=50), "--out", out, *words]
+    with subprocess.Popen([*command, "--verbose"], stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("step "))
+        eventually(lambda: len(served_in(out)) == 2)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=120)
+        assert process.returncode == 130
+    check_nothing_is_left(out)

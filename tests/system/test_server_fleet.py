@@ -1,5 +1,6 @@
 """Servers that are started here and shared by workers: who keeps them alive, and what engines do meanwhile."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from retrain.engines.server.fleet import LocalFleet, RemoteFleet, gpu_shares, mo
 from retrain.engines.server.launch import HealthWaits, ServerProcess, server_environment
 from retrain.errors import ModelError, ServerFailed, UsageError
 from retrain.files import read_json
+from retrain.serving.listening import listening_socket
 
 model, base, lanes, *_ = served_world()
 SLEEPER = f"{sys.executable} -c 'import time; time.sleep(600)'"
@@ -98,6 +100,30 @@ def test_a_server_that_hangs_is_started_again(tmp_path, launched, told):
     eventually(lambda: "at 127.0.0.1" in (tmp_path / "server.log").read_text())
 
 
+def test_a_start_that_fails_is_repeated_only_where_a_port_was_in_use(tmp_path, launched, told):
+    script = tmp_path / "dies.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\nraise SystemExit(3)")
+    server = launched(f"{sys.executable} {script}", starts=1)
+    eventually(lambda: server.gave_up)
+    assert server.gave_up.startswith("the server died at its start by exit status 3; ")
+    assert told == []
+    script.write_text("import sys\nprint('OSError: [Errno 98] Address already in use')\nraise SystemExit(1)")
+    server = launched(f"{sys.executable} {script}", starts=1, name="other")
+    eventually(lambda: server.gave_up)
+    assert server.gave_up.startswith("the server died 4 times in a row, last by exit status 1; ")
+
+
+def test_no_other_process_is_given_the_port_of_a_server(launched):
+    server = launched(SLEEPER)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", server.port))
+    with listening_socket("127.0.0.1", server.port):  # as a server binds it
+        pass
+    server.close()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", server.port))
+
+
 def test_a_server_that_dies_while_the_gpu_is_in_use_is_started_later(tmp_path, launched, told):
     server = launched(SLEEPER)
     first = pid_in(tmp_path)
@@ -159,7 +185,7 @@ def test_pickled_weights_are_downloaded_where_there_are_no_others(tmp_path, monk
 
 def test_a_server_listens_where_it_is_told(tmp_path, launched):
     def filled(command: str, host: str = "10.0.0.3"):
-        return launching._filled(command, "m", host)
+        return launching._filled(command, "m", host, 9)
 
     assert filled("serve {model} --port 8")[0][3:] == ["8", "--host", "10.0.0.3"]
     assert filled("serve --port=8 --bind={host}")[0] == ["serve", "--port=8", "--bind=10.0.0.3"]
@@ -253,6 +279,7 @@ def test_workers_have_the_gpus_that_servers_leave(monkeypatch, gpus):
 
     assert slots("2,3") == slots("2,3", "all") == ["gpu:0", "gpu:1"]
     assert slots("2,3", ["gpu:1"]) == ["gpu:1"]
+    assert slots(sleep="kv") == ["gpu:0", "gpu:1", "gpu:2", "gpu:3"]  # each starts a server of its own
     for asked, says in (
         ({"gpus": "2,3", "devices": "gpu:1-2"}, r"has gpu:2, which \[inference\] launch_gpus gives to the servers"),
         ({}, r'which of 4 GPUs are theirs: type --set inference.launch_gpus="3"'),

@@ -52,7 +52,7 @@ def slots_of(config: Config) -> list[WorkerDevice]:
 
 def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[str, str]]:
     inference, backend = config.inference, config.backend
-    if not gpus or inference.launch is None:
+    if not gpus or inference.launch is None or inference.beside_trainer:
         return gpus
     if inference.launch_gpus is None:
         raise UsageError(
@@ -87,7 +87,8 @@ def _launch_gpus(text: str, example: str) -> list[str]:
 
 def _local(plan: Plan) -> CampaignWorkers:
     config, directory = plan.specs[0].config, plan.directory
-    launch = None if config.inference.launch is None else partial(LocalFleet, config, directory)
+    shared = config.inference.launch is not None and not config.inference.beside_trainer
+    launch = partial(LocalFleet, config, directory) if shared else None
     return CampaignWorkers(Local(slots_of(config), directory), directory, launch)
 
 

@@ -18,7 +18,7 @@ from retrain.config.rules import rule_issues
 from retrain.config.runs import RunSpec
 from retrain.engines.server import automatic
 from retrain.engines.server.automatic import GIB, Division, Machine, MemoryNeeds, NoVllm, server_rank
-from retrain.errors import RunFailed, UsageError
+from retrain.errors import RunFailed, UsageError, plural
 from retrain.models.layers import Architecture, architecture_of
 from retrain.records.reader import planned_configs
 from retrain.training.estimate import Device, number_bytes, run_memory, run_size
@@ -34,10 +34,13 @@ def with_engine(plan: Plan, machine: Machine | None = None, broken: str = "", sm
     """Return the plan with its engine settled, and a note on the choice if a GPU is there.
 
     Runs that have begun keep their engine. ``broken``: why "auto" cannot take vLLM; ``smallest``: parameters from which
-    it does. Raises UsageError if the file asks for a vLLM that cannot run here.
+    it does. Raises UsageError if the file asks for a vLLM that cannot run here, or names a GPU that is not here.
     """
     config = plan.specs[0].config
     inference = config.inference
+    if inference.launch_gpus is not None:
+        machine = machine or automatic.machine_of(config)
+        _check_launch_gpus(config, machine)
     if inference.engine != "auto" and inference.launch != "auto":
         return plan
     begun = _begun_settings(plan)
@@ -65,6 +68,16 @@ def _begun_settings(plan: Plan) -> dict[str, Any] | None:
         return None
     recorded = next(iter(configs.values()))["inference"]
     return {"engine": "local"} | {key: recorded[key] for key in SETTLED if key in recorded}
+
+
+def _check_launch_gpus(config: Config, machine: Machine) -> None:
+    there = ", ".join(machine.gpus)
+    for name in (config.inference.launch_gpus or "").split(","):
+        if there and name.strip() not in machine.gpus:
+            raise UsageError(
+                f"[inference] launch_gpus has {name.strip()}, and this machine shows {there}: it names GPUs as "
+                f"CUDA_VISIBLE_DEVICES does; type --set inference.launch_gpus={[*machine.gpus][-1]}"
+            )
 
 
 def _settled(plan: Plan, settings: Mapping[str, Any], note: str = "") -> Plan:
@@ -112,21 +125,17 @@ def _served(specs: Sequence[RunSpec], machine: Machine, smallest: int) -> tuple[
 def _vllm(specs: Sequence[RunSpec], machine: Machine, architecture: Architecture) -> tuple[dict[str, Any], str]:
     """Return the settings of a vLLM for these runs, and the note. Raises NoVllm, and RunFailed for a rank that vLLM
     does not take."""
-    config = specs[0].config
-    names, trainer = list(machine.gpus), int((config.backend.named_gpus or ["gpu:0"])[0].removeprefix("gpu:"))
-    if trainer >= len(names):
-        raise NoVllm(f"[backend] devices has gpu:{trainer}, and this machine shows {len(names)}")
-    lanes = min(lane_count(specs, on_gpu=True), len(specs))
-    total, sizes = machine.gpus[names[trainer]], _sizes(specs, architecture, lanes)
-    others = [name for name in names if name != names[trainer]]
+    config, trainers = specs[0].config, _trainer_gpus(specs[0].config, machine)
+    lanes = min(lane_count(specs, on_gpu=True, slots=len(trainers)), len(specs))
+    inprocess = config.campaign.executor == "inprocess"
+    others = [name for name in machine.gpus if name not in trainers] if inprocess else []
     rank = max(server_rank(spec.config.model.lora_rank) for spec in specs)
     versions = max(spec.config.published_versions for spec in specs)
     settings: dict[str, Any] = {"engine": "vllm", "launch_options": None, "python": None}
     division: Division | None = None
-    cards = 0
-    if others:
-        least = automatic.cards_needed(machine.gpus[others[0]], sizes.base, len(others))
-        used, cards = _own_gpus(config, others, least)
+    cards, fewer = 0, ""
+    if others or config.inference.launch_gpus is not None:
+        used, cards = _own_gpus(config, machine, others, _sizes(specs, architecture, lanes).base)
         settings |= {"launch_gpus": ",".join(used), "sleep": False}
         place = f"on GPU {settings['launch_gpus']} of its own"
         if idle := [name for name in others if name not in used]:
@@ -134,27 +143,63 @@ def _vllm(specs: Sequence[RunSpec], machine: Machine, architecture: Architecture
     else:
         if config.inference.replicas > 1:
             raise NoVllm(f"[inference] replicas is {config.inference.replicas}, and there is one GPU")
-        division = automatic.divide(total, machine.host, sizes, config.inference.sleep)
+        division, lanes, fewer = _division(specs, machine, architecture, trainers)
         settings["sleep"] = division.sleep
         released = "its KV cache is" if division.sleep == "kv" else "KV cache and weights are"
+        where = f"gpu:{[*machine.gpus].index(trainers[0])} beside the trainer"
+        if not inprocess:
+            where = f"each of {plural(len(trainers), 'GPU')} beside its worker"
         place = (
-            f"on gpu:{trainer} beside the trainer: KV cache {division.kv_bytes / GIB:.1f} GiB ({division.rows} "
-            f"sequences of {sizes.tokens:,} tokens); {released} released during updates"
+            f"on {where}: KV cache {division.kv_bytes / GIB:.1f} GiB ({division.rows} "
+            f"sequences of {division.tokens:,} tokens); {released} released during updates{fewer}"
         )
     settings["launch"] = automatic.command(config, rank, lanes, versions, division, cards)
     untried = automatic.version_note(machine.vllm)
     return settings, f"Sampling with vLLM {machine.vllm} {place}" + (f". Careful: {untried}" if untried else "")
 
 
-def _own_gpus(config: Config, others: Sequence[str], cards: int) -> tuple[Sequence[str], int]:
-    """Return the GPUs of all replicas, and how many each has: ``launch_gpus``, else ``cards`` for each."""
+def _trainer_gpus(config: Config, machine: Machine) -> list[str]:
+    """Return the names of the GPUs that train: one, or one for each worker."""
+    names, backend, campaign = list(machine.gpus), config.backend, config.campaign
+    if missing := [name for name in backend.named_gpus if int(name.removeprefix("gpu:")) >= len(names)]:
+        raise NoVllm(f"[backend] devices has {missing[0]}, and this machine shows {len(names)}")
+    named = [names[int(name.removeprefix("gpu:"))] for name in backend.named_gpus] or names
+    if campaign.executor == "inprocess":
+        return named[:1]
+    return named if campaign.workers == "auto" else named[: campaign.workers]
+
+
+def _division(
+    specs: Sequence[RunSpec], machine: Machine, architecture: Architecture, trainers: Sequence[str]
+) -> tuple[Division, int, str]:
+    """Return the division of a GPU that trains, its lanes, and an addition to the note. With ``lanes = "auto"``, as
+    many lanes as fit. Raises NoVllm."""
+    config, slots = specs[0].config, len(trainers)
+    total, host = min(machine.gpus[name] for name in trainers), machine.host // slots
+    planned = lanes = min(lane_count(specs, on_gpu=True, slots=slots), len(specs))
+    reason = ""
+    while True:
+        try:
+            division = automatic.divide(total, host, _sizes(specs, architecture, lanes), config.inference.sleep)
+        except NoVllm as error:
+            if config.campaign.lanes != "auto" or lanes == 1:
+                raise
+            reason = reason or str(error)
+            lanes = min(lane_count(specs, on_gpu=True, slots=slots, most=lanes - 1), lanes - 1)
+        else:
+            fewer = f"; {plural(lanes, 'run')} at a time in place of {planned}, with which {reason}" if reason else ""
+            return division, lanes, fewer
+
+
+def _own_gpus(config: Config, machine: Machine, others: Sequence[str], base: int) -> tuple[Sequence[str], int]:
+    """Return the GPUs of all replicas, and how many each has: ``launch_gpus``, else as many as a ``base`` of these
+    bytes needs."""
     replicas, given = config.inference.replicas, config.inference.launch_gpus
-    if given is not None:
-        names = [name.strip() for name in given.split(",")]
-        if other := [name for name in names if name not in others]:
-            raise NoVllm(
-                f"[inference] launch_gpus has {other[0]}, which is the trainer's GPU, or none that this process sees"
-            )
+    names = [name.strip() for name in given.split(",")] if given is not None else []
+    if trainers := [name for name in names if name not in others]:
+        raise NoVllm(f"[inference] launch_gpus has {trainers[0]}, which is the trainer's GPU")
+    cards = automatic.cards_needed(machine.gpus[others[0]], base, len(others))
+    if names:
         return names, len(names) // replicas
     if cards * replicas > len(others):
         raise NoVllm(f"[inference] replicas = {replicas} takes {cards * replicas} GPUs, and {len(others)} are left")

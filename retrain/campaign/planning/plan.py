@@ -18,6 +18,7 @@ from retrain.config.checking import assemble
 from retrain.config.modes import condition_label
 from retrain.config.root import keys, role_of, value_at, without_unused
 from retrain.config.runs import RunSpec
+from retrain.engines.server.automatic import adapter_slots, is_composed
 from retrain.environments.build import CompletionLengths, longest_completions
 from retrain.errors import UsageError
 from retrain.records.schema.campaign import RunEntry
@@ -136,14 +137,17 @@ def seeds_before_interim(specs: Sequence[RunSpec]) -> list[int]:
     return seeds[:count] if count and campaign.sequential == "on" and campaign.lanes == "auto" else []
 
 
-def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
+def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1, most: int | None = None) -> int:
     """Return the number of lanes of a cohort. With ``lanes = "auto"``, a cohort takes all conditions of a seed, so that
     paired runs share batches, and the seeds are spread over the ``slots`` workers; with fewer seeds than slots, a
-    cohort may have only some of a seed's conditions. The limit is GPU_LANES or CPU_LANES."""
+    cohort may have only some of a seed's conditions. The limit is ``most``, by default GPU_LANES or CPU_LANES, and at
+    most the adapters of a vLLM that retrain has planned."""
     configured, conditions = specs[0].config.campaign.lanes, len({spec.label for spec in specs})
     if configured != "auto":
         return int(configured)
-    most = GPU_LANES if on_gpu else CPU_LANES
+    launch = specs[0].config.inference.launch
+    most = most or (GPU_LANES if on_gpu else CPU_LANES)
+    most = min(most, adapter_slots(launch)) if is_composed(launch) else most
     seeds = len(seeds_before_interim(specs)) or len({spec.seed for spec in specs})
     if seeds < slots:
         return min(most, -(-conditions // (slots // seeds)))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
 
 from retrain.adapters.squeeze import squeeze_after_run
 from retrain.campaign.running.protocol import JobEnded, SqueezeJob
@@ -21,8 +22,9 @@ from retrain.training.loop import Cohort
 from retrain.training.run_builder import RecordsDiffer
 
 
-def bases_for(team: Team | None, servers: Fleet | None) -> Bases:
-    return Bases(ranks=None if team is None else team.ranks(), servers=servers)
+def bases_for(team: Team | None, servers: Fleet | None, server_directory: Path | None = None) -> Bases:
+    ranks = None if team is None else team.ranks()
+    return Bases(ranks=ranks, servers=servers, server_directory=server_directory)
 
 
 def train(job: CohortJob, observer: Observer, stop: Callable[[], bool], bases: Bases, guard: Guard) -> JobEnded:

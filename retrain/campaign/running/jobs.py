@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Set
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from retrain.campaign.running.protocol import Event, Handle, Job, JobEnded, JobRunner, Message
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 class InProcess:
     """Runs jobs in this process. The base model stays in memory between jobs, until ``close``.
 
-    ``team`` are the other ranks' processes, ``servers`` the inference servers that another process has launched. On a
-    rank other than 0, ``bases`` has the connection to the other ranks.
+    ``team`` are the other ranks' processes, ``servers`` the inference servers that another process has launched,
+    ``server_directory`` the directory for those that a worker launches itself. On a rank other than 0, ``bases`` has
+    the connection to the other ranks.
     """
 
     slots = 1
@@ -37,6 +39,7 @@ class InProcess:
         bases: Bases | None = None,
     ) -> None:  # fmt: skip
         self.team, self.servers, self.guard, self._bases = team, servers, guard, bases
+        self.server_directory: Path | None = None
 
     def has_gpu(self) -> bool:
         import torch
@@ -55,7 +58,7 @@ class InProcess:
 
         try:
             if self._bases is None:
-                self._bases = execution.bases_for(self.team, self.servers)
+                self._bases = execution.bases_for(self.team, self.servers, self.server_directory)
             if isinstance(job, CohortJob):
                 return execution.train(job, observer, stop, self._bases, self.guard)
             return execution.squeeze(job, observer, self._bases, self.guard)

@@ -60,12 +60,13 @@ class MemoryNeeds:
 @dataclass(frozen=True)
 class Division:
     """Share of one GPU for vLLM. ``sleep``: what it releases during updates, "kv" or "weights". ``share``: of the
-    GPU's memory, while it is awake. ``rows``: sequences whose KV cache fits."""
+    GPU's memory, while it is awake. ``rows``: sequences of ``tokens`` tokens whose KV cache fits."""
 
     sleep: str
     kv_bytes: int
     share: float
     rows: int
+    tokens: int
 
 
 class NoVllm(Exception):
@@ -159,9 +160,9 @@ def divide(total: int, host: int, sizes: MemoryNeeds, sleep: str | bool = False)
     update = UPDATE_SEQUENCES * sizes.tokens * sizes.kept
     room = usable - trainer
     if room - awake >= update and sleep in (False, "kv"):
-        return Division("kv", rows * row, share, rows)
+        return Division("kv", rows * row, share, rows, sizes.tokens)
     if room - asleep_bytes("weights", 0) >= update and sizes.base <= HOST_SHARE * host and sleep != "kv":
-        return Division("weights", rows * row, share, rows)
+        return Division("weights", rows * row, share, rows, sizes.tokens)
     left = room - (awake if sleep == "kv" else asleep_bytes("weights", 0))
     raise NoVllm(
         f"an update of {UPDATE_SEQUENCES} sequences of {sizes.tokens:,} tokens takes {update / GIB:.1f} GiB, and "

@@ -42,6 +42,7 @@ class HealthWaits(NamedTuple):
 
 HEALTH_WAITS = HealthWaits()
 EVERYWHERE = ("0.0.0.0", "::")  # Hosts that mean every address of the machine
+PORT_IN_USE = "address already in use"  # In the log of a server that found another one at its port, in lower case
 TAIL = 8  # Lines of the log that an error quotes
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}  # Without it, vLLM loads no adapters at run time
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -59,8 +60,9 @@ def server_environment(gpus: str | None, sleeps: bool = False, key: str = "") ->
 
 class ServerProcess:
     """A running server. In ``command``, ``{port}``, ``{host}`` and ``{model}`` are replaced; a command without
-    ``--port`` or ``--host`` gets a free port and ``host``. ``name`` is the stem of the log file. Raises UsageError if
-    the command cannot be started."""
+    ``--port`` or ``--host`` gets a free port and ``host``. ``name`` is the stem of the log file. ``starts``: number of
+    starts without any answer after which the server is given up; a start that found a port in use does not count.
+    Raises UsageError if the command cannot be started."""
 
     def __init__(
         self,
@@ -73,19 +75,24 @@ class ServerProcess:
         name: str = "server",
         host: str = "127.0.0.1",
         health_waits: HealthWaits = HEALTH_WAITS,
+        starts: int = RESTARTS + 1,
     ):
         self.log, self._identity = directory / f"{name}.log", identity_of(directory, name)
-        self.notify, self.gave_up = notify, ""
-        self.arguments, host, self.port = _filled(command, model, host)
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-        self._environment = environment
-        _check_exists(self.arguments[0])
-        directory.mkdir(parents=True, exist_ok=True)
-        self._end_abandoned()
+        self.notify, self.gave_up, self._starts = notify, "", starts
         self._closing, self._may_start = threading.Event(), threading.Event()
         self._may_start.set()
-        self._restarts, self._health = Restarts(), Health(self.url, health_waits)
-        self._process = self._start()
+        self._environment = environment
+        with contextlib.ExitStack() as stack:
+            reserved, port = _reserved_port()
+            stack.callback(reserved.close)
+            self.arguments, host, self.port = _filled(command, model, host, port)
+            self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+            self._restarts, self._health = Restarts(), Health(self.url, health_waits)
+            _check_exists(self.arguments[0])
+            directory.mkdir(parents=True, exist_ok=True)
+            self._end_abandoned()
+            self._process = self._start()
+            self._release_port = stack.pop_all().close
         self._watcher = threading.Thread(target=self._watch, name="server", daemon=True)
         self._watcher.start()
         atexit.register(self.close)  # the server must not outlive this process
@@ -113,6 +120,7 @@ class ServerProcess:
         self._watcher.join()
         _end(self._process.pid, self._process.poll)
         _release_minder(self._process)
+        self._release_port()
         self._identity.unlink(missing_ok=True)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -149,12 +157,13 @@ class ServerProcess:
                 how = f"signal {-status}" if status < 0 else f"exit status {status}"
                 _end(self._process.pid, lambda: 0)  # child processes that outlived it
             _release_minder(self._process)
+            self._starts = RESTARTS + 1 if self._health.has_answered else self._starts
             steady, self._health = self.answered_s, Health(self.url, self._health.waits)
-            if self._restarts.count_end(steady):
-                tail = "\n".join(self.tail().splitlines()[-TAIL:])
-                self.gave_up = (
-                    f"the server died {RESTARTS + 1} times in a row, last by {how}; {self.log} ends with:\n{tail}"
-                )
+            tail = "\n".join(self.tail().splitlines()[-TAIL:])
+            most = RESTARTS + 1 if PORT_IN_USE in self.tail().lower() else self._starts
+            if self._restarts.count_end(steady) or self._restarts.count >= most:
+                times = f"{self._restarts.count} times in a row, last" if self._restarts.count > 1 else "at its start"
+                self.gave_up = f"the server died {times} by {how}; {self.log} ends with:\n{tail}"
                 return
             when = "" if self._may_start.is_set() else " when the update ends"
             text = f"the server has died ({how}) and is started again{when}; its output is in {self.log}"
@@ -215,6 +224,10 @@ class Health:
     def answered_s(self) -> float:
         return self._answered - self._first
 
+    @property
+    def has_answered(self) -> bool:
+        return bool(self._first)
+
     def is_hung(self) -> bool:
         """Return whether the server has not answered for ``hung_s``. Sends a request every ``check_s``."""
         now = time.monotonic()
@@ -261,13 +274,14 @@ def _end(leader: int, poll: Callable[[], int | None]) -> None:
             time.sleep(0.2)  # children end after their parent
 
 
-def _filled(command: str, model: str, host: str) -> tuple[list[str], str, int]:
-    """Return the arguments with placeholders replaced, and the host and port to which requests are sent."""
+def _filled(command: str, model: str, host: str, free_port: int) -> tuple[list[str], str, int]:
+    """Return the arguments with placeholders replaced, and the host and port to which requests are sent. ``free_port``:
+    for a command that names no port."""
     try:
         arguments = shlex.split(command)
     except ValueError as error:
         raise UsageError(f"[inference] launch: {error}: {command!r}") from error
-    port, option = _free_port(), _option(arguments, "--port")
+    port, option = free_port, _option(arguments, "--port")
     adds_port = not any("{port}" in argument for argument in arguments)
     if option.isdigit():
         port, adds_port = int(option), False
@@ -290,7 +304,15 @@ def _option(arguments: Sequence[str], option: str) -> str:
     return ""
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def _reserved_port() -> tuple[socket.socket, int]:
+    """Return a free port, and a socket that is bound to it and does not listen. Under Linux the system gives the port
+    to no other process until the socket is closed, so that servers that start together cannot clash; a server that sets
+    SO_REUSEADDR, as web servers do, can listen there."""
+    reserved = socket.socket()
+    reserved.bind(("", 0))
+    port = int(reserved.getsockname()[1])
+    if sys.platform == "linux":
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # set before ``bind``, it would share ports
+    else:
+        reserved.close()
+    return reserved, port

@@ -12,14 +12,15 @@ from helpers.models import TINY_RUN, qwen3_directory
 from retrain.campaign.controller import launch
 from retrain.campaign.planning.engine import with_engine
 from retrain.campaign.planning.manifest import read_plan, write_plan
-from retrain.campaign.planning.plan import Plan
-from retrain.config import load
+from retrain.campaign.planning.plan import Plan, lane_count
+from retrain.config import load, parse_dict
 from retrain.device import Gpu
 from retrain.engines.server.automatic import (
     GIB,
     Machine,
     MemoryNeeds,
     NoVllm,
+    adapter_slots,
     cards_needed,
     command,
     divide,
@@ -254,6 +255,7 @@ def test_a_vllm_that_does_not_start_leaves_the_own_engine(tmp_path):
     assert f"{OWN}vLLM did not start (RuntimeError: no kernel)" in heard.messages
     plan = read_plan(tmp_path / "out")
     assert plan.specs[0].config.inference.engine == "local"
+    assert (tmp_path / "out/server.log").read_text().count("no kernel") == 1
 
 
 def test_a_begun_run_keeps_its_engine(tmp_path):
@@ -298,13 +300,19 @@ def test_typed_gpus_and_replicas_stay(cards, sets, gpus, tensor_parallel, tmp_pa
     [
         (1, {"inference.replicas": 2}, "[inference] replicas is 2, and there is one GPU"),
         (2, {"inference.replicas": 2}, "[inference] replicas = 2 takes 2 GPUs, and 1 are left"),
-        (2, {"inference.launch_gpus": "0,1"}, "[inference] launch_gpus has 0, which is the trainer's GPU, or none "
-         "that this process sees"),
+        (2, {"inference.launch_gpus": "0,1"}, "[inference] launch_gpus has 0, which is the trainer's GPU"),
+        (1, {"inference.launch_gpus": "0"}, "[inference] launch_gpus has 0, which is the trainer's GPU"),
         (1, {"model.lora_rank": 600}, "servers take adapters of rank 512 at most, and this one has rank 600"),
         (1, {"distillation.weight": 0.5, "distillation.teacher": "Qwen/Qwen3-8B"},
          "[distillation] teacher takes memory that vLLM would need"),
-        (1, {"campaign.executor": "processes"}, '[inference] launch is "auto", which starts vLLM for one training '
-         'process, and executor = "processes" has several'),
+        (2, {"campaign.executor": "ray"}, '[inference] launch is "auto", which starts vLLM on GPUs of this machine, '
+         'and executor = "ray" trains on others'),
+        (2, {"campaign.executor": "slurm", "campaign.workers": 2}, "[inference] launch starts servers where retrain "
+         'was started, and with executor = "slurm" that is no node with a GPU'),
+        (2, {"campaign.executor": "processes", "inference.launch_gpus": "1"}, '[inference] launch is "auto", which '
+         "starts a vLLM on the GPU of every worker, and launch_gpus names GPUs for all of them"),
+        (2, {"campaign.executor": "processes", "campaign.gpus_per_cohort": 0.5}, "[campaign] gpus_per_cohort is 0.5, "
+         "and a server that a worker starts beside itself needs one whole GPU"),
     ],
 )  # fmt: skip
 def test_what_leaves_no_room_for_vllm(cards, sets, reason, tmp_path):
@@ -312,3 +320,52 @@ def test_what_leaves_no_room_for_vllm(cards, sets, reason, tmp_path):
     plan = with_engine(plan_of(tmp_path, text, **sets), machine(*[80] * cards))
     assert plan.specs[0].config.inference.engine == "local"
     assert plan.notes == (OWN + reason,)
+
+
+def test_a_gpu_that_is_not_there_is_named(tmp_path):
+    for sets in ({}, {"inference.engine": "vllm"}, {"inference.launch": "vllm serve {model}"}):
+        with pytest.raises(UsageError, match=r"launch_gpus has 1, and this machine shows 0: it names GPUs as CUDA_VIS"):
+            with_engine(plan_of(tmp_path, **sets, **{"inference.launch_gpus": 1}), machine(80))
+
+
+CAMPAIGN = "[campaign]\nseeds = [1, 2]\n" + "".join(
+    f'[[campaign.conditions]]\nadvantage_mode = "{mode}"\ntransform_mode = "none"\n' for mode in ("grpo", "maxrl")
+)
+
+
+def test_every_worker_has_a_vllm_on_its_own_gpu(tmp_path):
+    """The division is made for the smallest GPU that trains, and a worker's share of the machine's memory."""
+    workers = {"campaign.executor": "processes", "campaign.workers": 2}
+    plan = with_engine(plan_of(tmp_path, MODEL + CAMPAIGN, **workers), machine(80, 48, 8))
+    config = plan.specs[0].config
+    assert plan.notes == (
+        "Sampling with vLLM 0.32.0 on each of 2 GPUs beside its worker: KV cache 6.8 GiB (128 sequences of 384 "
+        "tokens); its KV cache is released during updates",
+    )
+    assert (config.inference.launch_gpus, config.inference.released) == (None, "kv")
+    assert config.inference.beside_trainer
+    assert adapter_slots(config.inference.launch) == 2  # a worker has one seed's two conditions
+    assert parse_dict(config.to_dict()) == config
+    plan = with_engine(
+        plan_of(tmp_path, MODEL + CAMPAIGN, **workers, **{"backend.devices": "gpu:1-2"}), machine(80, 48, 8)
+    )
+    assert plan.specs[0].config.inference.engine == "local"
+    assert "on a GPU of 8 GiB" in plan.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("card", "lanes", "slots", "note"),
+    [
+        (48, 4, 4, ""),
+        (26, 2, 2, "; 2 runs at a time in place of 4, with which 0 sequences of 384 tokens would fit beside two copies "
+         "of the model on a GPU of 26 GiB (each 7.5 GiB; trained adapters 6.4 GiB), fewer than 8"),
+    ],
+)  # fmt: skip
+def test_fewer_runs_at_a_time_where_vllm_does_not_fit_else(card, lanes, slots, note, tmp_path):
+    plan = with_engine(plan_of(tmp_path, MODEL + CAMPAIGN), machine(card))
+    assert plan.notes[0].endswith(f"released during updates{note}")
+    assert adapter_slots(plan.specs[0].config.inference.launch) == slots
+    assert lane_count(plan.specs, on_gpu=True) == lanes
+    typed = with_engine(plan_of(tmp_path, MODEL + CAMPAIGN, **{"campaign.lanes": 4}), machine(card))
+    assert typed.specs[0].config.inference.engine == ("local" if note else "vllm")
+    assert lane_count(typed.specs, on_gpu=True) == 4
