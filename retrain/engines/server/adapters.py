@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 
 from retrain.engines.server.automatic import server_rank
 from retrain.errors import UsageError
-from retrain.files import aside_of, prepare_directory, publish_directory, read_json, write_json, writing
+from retrain.files import aside_of, prepare_directory, read_json, write_json, writing
 from retrain.ownership import has_ended, this_process
 from retrain.policy.adapter_io import padded, write_peft
 from retrain.policy.local import LocalSnapshot
@@ -119,7 +120,8 @@ class AdapterStore:
         rank = server_rank(weights.live_rank)
         config = self._config(snapshot, rank, list(tensors))
         write_peft(aside, {key: padded(pair, rank) for key, pair in tensors.items()}, config)
-        publish_directory(aside, final)
+        with writing(final):
+            os.replace(aside, final)  # need not be on disk, because adapters of an ended process are never loaded
         return final
 
     def _claim(self) -> None:

@@ -14,6 +14,12 @@ from retrain.engines.server.client import ServerClient
 from retrain.engines.server.connection import ModelNotFound, RequestFailed, ServerUnavailable
 from retrain.errors import ServerFailed
 
+RELEASE = "/release_kv_cache_memory"  # vLLM 0.31 to 0.33
+# Proposed for later versions (vllm#42658). Tags take precedence over the level; versions that do not know them ignore
+# them, which is the fallback.
+TAGGED = "/sleep?level=1&tags=kv_cache"
+SLEEP = "/sleep?level=1"
+
 
 class SharedGpu:
     """Lets servers free what ``released`` names while this process uses the GPU that they share. With "" nothing is
@@ -23,11 +29,13 @@ class SharedGpu:
     ``sleep`` returns only when all memory is free.
 
     ``hold_restarts(held)``: while ``held``, a server that dies is not started again, because it would find no memory.
-    ``notify(text, level)`` is called once if a server cannot free its KV cache alone, and frees its weights too.
+    ``notify(text, level)`` is called once, with the route by which the KV cache alone is freed.
     """
 
     def __init__(self, released: Released, hold_restarts: Callable[[bool], None], notify: Callable[[str, str], None]):
         self.released, self._hold_restarts, self._notify = released, hold_restarts, notify
+        self._route = RELEASE if released == "kv" else SLEEP
+        self._told = False
         self._sleeping, self._users = False, 0
         self._lock = asyncio.Lock()
 
@@ -49,14 +57,17 @@ class SharedGpu:
                     await self._put_to_sleep(server)
 
     async def _put_to_sleep(self, server: ServerClient) -> None:
-        if self.released == "kv":
-            # The cache can be released once no request is left, for which "wait" waits.
-            if await _post(server, "/pause?mode=wait") and await _post(server, "/release_kv_cache_memory"):
-                return
-            self.released = "weights"
-            self._notify(f"{server.url} cannot free its KV cache alone: its weights sleep too", "info")
-        if not await _post(server, "/sleep?level=1"):
+        text = f"{server.url} frees its KV cache by {RELEASE}"
+        # The cache can be released once no request is left, for which "wait" waits.
+        if self._route == RELEASE and not (await _post(server, "/pause?mode=wait") and await _post(server, RELEASE)):
+            self._route = TAGGED
+            text = f"{server.url} has no route {RELEASE}: it sleeps by {TAGGED}, and if it does not know tags, frees "
+            text += "its weights too"
+        if self._route != RELEASE and not await _post(server, self._route):
             raise _failed(server, "/sleep", "it has no such route")
+        if self.released == "kv" and not self._told:
+            self._told = True
+            self._notify(text, "info")
 
     async def wake(self, servers: Sequence[ServerClient]) -> None:
         async with self._lock:

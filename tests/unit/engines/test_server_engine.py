@@ -582,20 +582,23 @@ def test_servers_that_slept_before_another_failed_to_are_awake_again(connect, la
 
 
 RELEASE, WAKE = ["/pause?mode=wait", "/release_kv_cache_memory"], "/wake_up"
+TAGGED = "/sleep?level=1&tags=kv_cache"
 
 
 def test_a_server_frees_its_cache_alone(connect, lanes, model, start):
-    server = start(model)
+    server, heard = start(model), []
     server.naps = []
-    engine = connect(server.url, released="kv")
+    engine = connect(server.url, released="kv", notify=lambda text, level: heard.append(text))
     engine.sample(requests(publish(engine, weights(lanes, 1))))
     engine.forget_sequences()
     assert server.naps == RELEASE
     engine.sample(requests(publish(engine, weights(lanes, 2), 1)))
     assert server.naps == [*RELEASE, WAKE]  # awake before the adapter was loaded and the first request was sent
+    engine.forget_sequences()
+    assert heard == [f"{server.url} frees its KV cache by /release_kv_cache_memory"]
 
 
-def test_a_server_without_that_route_sleeps_whole(connect, lanes, model, start):
+def test_a_server_without_that_route_sleeps_by_tags(connect, lanes, model, start):
     server, heard = start(model), []
     server.naps, server.frees_cache = [], False
     engine = connect(server.url, released="kv", notify=lambda text, level: heard.append(text))
@@ -603,8 +606,11 @@ def test_a_server_without_that_route_sleeps_whole(connect, lanes, model, start):
     for _ in range(2):
         engine.sample(requests(ref))
         engine.forget_sequences()
-    assert server.naps == ["/pause?mode=wait", "/sleep?level=1", WAKE, "/sleep?level=1"]
-    assert heard == [f"{server.url} cannot free its KV cache alone: its weights sleep too"]
+    assert server.naps == ["/pause?mode=wait", TAGGED, WAKE, TAGGED]
+    assert heard == [
+        f"{server.url} has no route /release_kv_cache_memory: it sleeps by {TAGGED}, and if it does not know tags, "
+        "frees its weights too"
+    ]
 
 
 @pytest.mark.parametrize("released", ["kv", "weights"])
