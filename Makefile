@@ -72,7 +72,7 @@ test: $(VENV)/.dev
 
 RECORD_NAMES := '"([a-z]+/)?[a-z_]+\.jsonl"|"(run\.log|code\.diff|report\.html|metrics\.f32|(manifest|plan|comparison)\.json)"'
 
-CUDA_NAMES := 'torch\.cuda|\.cuda\(|pin_memory|non_blocking|CUDAGraph|nccl|"cuda"'
+CUDA_NAMES := 'torch\.cuda|\bcuda\.|\.cuda\(|pin_memory|non_blocking|CUDAGraph|nccl|"cuda"'
 check: $(VENV)/.dev check-page
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

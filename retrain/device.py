@@ -359,6 +359,14 @@ def available_memory(device: torch.device | None = None) -> int:
     return min(available, max(0, total_memory(torch.device("cpu")) - int(psutil.Process().memory_info().rss)))
 
 
+def free_cached_memory() -> None:
+    """Give memory that torch caches back to the GPU, for larger blocks or for other processes."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def peak_memory_gib() -> float:
     """Return the peak GiB that torch allocated on any GPU; if CUDA is unused, the peak GiB of the process."""
     import torch

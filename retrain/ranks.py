@@ -74,9 +74,9 @@ class RankGroup:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def use_gpus(self) -> None:
+    def use_gpus(self, new_group: Callable[..., Any] = dist.new_group) -> None:
         """Use NCCL for ``add_up`` and gathers from now on; every rank calls this."""
-        self.device_group = dist.new_group(timeout=timedelta(seconds=DEVICE_SECONDS), backend="nccl")
+        self.device_group = new_group(timeout=timedelta(seconds=DEVICE_SECONDS), backend="nccl")
 
     def gather(self, point: str, compute: Callable[[], T]) -> list[T]:
         """Return the results of ``compute`` on all ranks, by rank, copied by pickling. Raises the error of the lowest

@@ -55,14 +55,18 @@ def host_memory(monkeypatch):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """The GPUs of this machine as ``torch.cuda`` reports them, all alike; ``limits`` records limits on memory."""
+    """The GPUs of this machine as ``torch.cuda`` reports them, all alike; ``limits`` records limits on memory, and
+    ``calls`` when the cache is emptied."""
     import torch
 
     facts = SimpleNamespace(
-        count=0, name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80, free=60, has_bfloat16=True, limits=[]
-    )
+        count=0, name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80, free=60, has_bfloat16=True, limits=[],
+        calls=[],
+    )  # fmt: skip
     fakes = {
         "is_available": lambda: facts.count > 0,
+        "is_initialized": lambda: facts.count > 0,
+        "empty_cache": lambda: facts.calls.append("empty cache"),
         "device_count": lambda: facts.count,
         "get_device_properties": lambda device: facts,
         "is_bf16_supported": lambda including_emulation=True: facts.has_bfloat16 or including_emulation,

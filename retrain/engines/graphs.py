@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -34,30 +35,30 @@ class EmptyCapture(RunFailed):
     running the step again would be one step too many."""
 
 
-def cuda_capture(device: torch.device) -> Capture:
-    """Return the capture function of a device. All graphs share one stream and one memory pool: they never run at the
-    same time and leave no result in the pool, so their temporaries can reuse the same memory."""
-    with torch.cuda.device(device):  # pools and streams belong to the current device
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+def cuda_capture(device: torch.device, cuda: Any = torch.cuda) -> Capture:
+    """Return the capture function of a device of ``cuda``. All graphs share one stream and one memory pool: they never
+    run at the same time and leave no result in the pool, so their temporaries can reuse the same memory."""
+    with cuda.device(device):  # pools and streams belong to the current device
+        pool, stream = cuda.graph_pool_handle(), cuda.Stream(device)
 
     def capture(step: Callable[[], object]) -> Callable[[], object]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device):
-            before, failed = torch.cuda.current_stream(), None
+        graph = cuda.CUDAGraph()
+        with cuda.device(device):
+            before, failed = cuda.current_stream(), None
             try:
                 # Grading threads may use the device meanwhile; thread_local keeps that from ending the capture.
                 with (
                     warnings.catch_warnings(record=True) as caught,
-                    torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+                    cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
                 ):
                     warnings.simplefilter("always")
                     step()
             except RuntimeError as error:
                 failed = _cause(error)
             if failed is not None:
-                torch.cuda.set_stream(before)  # a failed capture leaves its stream current
+                cuda.set_stream(before)  # a failed capture leaves its stream current
                 with suppress(RuntimeError):  # the allocator may still use the graph's pool
-                    torch.cuda.memory._cuda_endAllocateToPool(device.index or 0, pool)
+                    cuda.memory._cuda_endAllocateToPool(device.index or 0, pool)
                 raise failed
         if any("graph is empty" in str(warning.message).lower() for warning in caught):
             raise EmptyCapture("the CUDA graph of a decode step is empty")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrain.device import is_out_of_memory
+from retrain.device import free_cached_memory, is_out_of_memory
 from retrain.errors import ModelError, NonFinite
 from retrain.maths.squeeze import truncate
 from retrain.models.layers import target_mistakes, targeted
@@ -277,8 +277,7 @@ def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
             raise
     if fresh:
         optimizer.state.clear()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    free_cached_memory()
     optimizer.step()
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.device import is_out_of_memory
+from retrain.device import free_cached_memory, is_out_of_memory
 from retrain.errors import RunFailed
 from retrain.policy.arithmetic import Context, Gradients, attention
 from retrain.policy.base import MemoryPlan
@@ -286,8 +286,7 @@ class Budget:
                 if not is_out_of_memory(error) or (max(sizes) == 1 and not recomputes):
                     raise
                 reason = str(error)  # the error itself would keep every tensor of the failed pass in memory
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            free_cached_memory()
             self.shrink(sizes, [len(sample) for sample in samples], reason)
 
     def shrink(self, sizes: Sequence[int], lengths: Sequence[int], reason: str) -> None:

@@ -7,9 +7,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-import torch
-
 from retrain.config.machine import Released
+from retrain.device import free_cached_memory
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.connection import ModelNotFound, RequestFailed, ServerUnavailable
 from retrain.errors import ServerFailed
@@ -72,8 +71,7 @@ class SharedGpu:
     async def wake(self, servers: Sequence[ServerClient]) -> None:
         async with self._lock:
             if self._sleeping:
-                if torch.cuda.is_initialized():
-                    torch.cuda.empty_cache()  # the server needs the memory that its sleep had freed
+                free_cached_memory()  # the server needs the memory that its sleep had freed
                 self._hold_restarts(False)
                 for server in servers:
                     if not await _post(server, "/wake_up"):

@@ -1,5 +1,7 @@
+import asyncio
 import gc
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.campaigns import campaign, continue_training, train
 from helpers.lanes import AS_ON_A_GPU, requests, sample, tokens, trained
 from helpers.models import qwen3_directory, toy_base
@@ -18,13 +21,16 @@ from retrain import device as devices
 from retrain.cli.explain import device_of
 from retrain.config import parse_dict
 from retrain.device import available_memory, build_fault, cpu_build, is_out_of_memory, lost, nvidia_gpus
-from retrain.engines.graphs import EmptyCapture, StepGraphs
+from retrain.engines.graphs import EmptyCapture, StepGraphs, cuda_capture
 from retrain.engines.local import LocalEngine
+from retrain.engines.server.sleep import SharedGpu
 from retrain.errors import ConfigError, RetrainError, RunFailed, UsageError
 from retrain.files import read_jsonl
 from retrain.policy import arithmetic
 from retrain.policy.local import LocalPolicy
-from retrain.policy.lora import Lanes
+from retrain.policy.lora import Lanes, apply_gradient
+from retrain.policy.packing import Budget
+from retrain.ranks import RankGroup
 from retrain.records.observer import NullObserver
 from retrain.records.reader import read_manifest
 from retrain.training.inputs import machine_changes
@@ -367,3 +373,119 @@ def test_a_process_beside_a_server_counts_on_all_of_its_part(gpus):
     devices.limit_memory(cuda, None)
     assert (devices.total_memory(cuda), available_memory(cuda)) == (80, 5)
     assert gpus.limits == [(30 / 80, cuda), (1.0, cuda)]
+
+
+def out_of_memory_once(calls: list[str], name: str) -> Callable[..., None]:
+    def run(*given: object) -> None:
+        calls.append(name)
+        if calls.count(name) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    return run
+
+
+def test_the_cache_is_emptied_before_a_second_try(gpus):
+    gpus.count = 1
+    Budget(100).fit(["a", "b"], lambda: [["a", "b"]], out_of_memory_once(gpus.calls, "update"))
+    assert gpus.calls == ["update", "empty cache", "update"]
+    gpus.calls.clear()
+    optimizer = SimpleNamespace(state={}, param_groups=[], step=out_of_memory_once(gpus.calls, "step"))
+    apply_gradient(optimizer)
+    assert gpus.calls == ["step", "empty cache", "step"]
+
+
+class FakeServer:
+    """The client of a server that answers everything."""
+
+    url = "http://server"
+
+    def __init__(self, calls: list[str]):
+        self.calls, self.connection = calls, self
+
+    async def post(self, path: str, body: object) -> None:
+        self.calls.append(path)
+
+
+def test_the_cache_is_emptied_before_a_server_wakes(gpus):
+    gpus.count, calls = 1, gpus.calls
+    gpu = SharedGpu("kv", lambda held: calls.append(f"hold restarts: {held}"), lambda text, level: None)
+    server = FakeServer(calls)
+
+    async def step() -> None:
+        await gpu.sleep([server])
+        await gpu.wake([server])
+
+    asyncio.run(step())
+    assert calls == [
+        "hold restarts: True", "/pause?mode=wait", "/release_kv_cache_memory", "empty cache", "hold restarts: False",
+        "/wake_up",
+    ]  # fmt: skip
+
+
+class FakeCuda:
+    """Records what a capture asks of ``torch.cuda``, in order."""
+
+    def __init__(self):
+        self.calls: list[str] = []
+        self.memory = SimpleNamespace(_cuda_endAllocateToPool=lambda index, pool: self.calls.append(f"end {pool}"))
+
+    @contextmanager
+    def device(self, device):
+        yield
+
+    @contextmanager
+    def graph(self, graph, **options):
+        assert options == {"pool": "pool", "stream": "stream", "capture_error_mode": "thread_local"}
+        self.calls.append("begin")
+        yield
+        self.calls.append("end")
+
+    def graph_pool_handle(self):
+        return "pool"
+
+    def Stream(self, device):
+        return "stream"
+
+    def CUDAGraph(self):
+        return SimpleNamespace(replay=lambda: self.calls.append("replay"))
+
+    def current_stream(self):
+        return "stream before"
+
+    def set_stream(self, stream):
+        self.calls.append(stream)
+
+
+def test_a_failed_capture_leaves_the_stream_and_the_pool_as_they_were():
+    cuda = FakeCuda()
+    capture = cuda_capture(torch.device("cuda:0"), cuda)
+    capture(lambda: cuda.calls.append("step"))()
+    assert cuda.calls == ["begin", "step", "end", "replay"]
+    cuda.calls.clear()
+
+    def fails() -> None:
+        raise RuntimeError(CAPTURING)
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        capture(fails)
+    assert cuda.calls == ["begin", "stream before", "end pool"]
+
+
+def test_sums_go_through_nccl_once_the_ranks_have_gpus():
+    ranks, asked = RankGroup(0, 1, dist.HashStore()), []
+
+    def new_group(**options):
+        asked.append(options["backend"])
+        return dist.new_group(backend="gloo")
+
+    try:
+        before = ranks.device_group
+        ranks.use_gpus(new_group)
+        assert asked == ["nccl"]
+        assert ranks.device_group is not before
+        total = torch.ones(2)
+        ranks.add_up([total])
+        assert total.tolist() == [1, 1]
+        assert ranks.gather("here", lambda: 1) == [1]
+    finally:
+        ranks.leave()
