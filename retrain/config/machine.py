@@ -125,8 +125,9 @@ class Inference(Section, role=Role.SAMPLES):
     {model} --enable-lora --max-lora-rank 32`. The server is restarted when it dies or hangs. `{model}` (the directory
     of the model's files; those of a hub model are downloaded first), `{host}` and `{port}` are filled in; if missing, a
     free port and `--host 127.0.0.1` are added. Output goes to `server.log` of the run or campaign. With workers, the
-    controller starts it for all of them; with `executor = "ray"` it runs on a node that Ray chooses, and listens at the
-    node's address if the cluster has other machines."""
+    controller starts it for all of them, or each worker its own if it sleeps (`auto` with `executor = "processes"`);
+    with `executor = "ray"` it runs on a node that Ray chooses, and listens at the node's address if the cluster has
+    other machines."""
     launch_options: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
     """Options that are appended to the command of `launch = "auto"`; an option that is there already is replaced."""
     python: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
@@ -141,7 +142,7 @@ class Inference(Section, role=Role.SAMPLES):
         _OF_SERVERS,
     ] = None
     """GPUs of the launched servers, as in CUDA_VISIBLE_DEVICES: `1`, or `1,2`; `replicas` divide them up in order.
-    Unset is all. Workers use the others."""
+    Unset is all, or the worker's for a server that sleeps. Workers use the others."""
     api_key_env: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
     """Environment variable that holds the servers' API key. The key itself is never written to a file."""
     adapter_dir: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
