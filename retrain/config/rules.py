@@ -112,6 +112,11 @@ def server_executor_rules(config: Config) -> Iterator[ConfigIssue]:
     if executor == "ray" and inference.launch_gpus is not None:
         message = f'is "{inference.launch_gpus}", and with executor = "ray" the cluster assigns GPUs to servers'
         yield ConfigIssue(("inference.launch_gpus", "campaign.executor"), message, "[ray] server_gpus = 1")
+
+
+def worker_server_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report servers that workers cannot start beside themselves, and shared ones that would sleep."""
+    executor, inference = config.campaign.executor, config.inference
     if executor == "inprocess":
         return
     launch, beside = ("inference.launch", "campaign.executor"), inference.beside_trainer
@@ -401,6 +406,7 @@ RULES = (
     model_rules,
     executor_rules,
     server_executor_rules,
+    worker_server_rules,
     shard_rules,
     learning_rules.overlong_rules,
     correctness_rules,

@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -10,15 +11,19 @@ from helpers.campaigns import Heard, campaign, continue_training, eventually, tr
 from helpers.models import qwen3_directory
 from helpers.servers import StandIn
 
-from retrain.campaign.controller import execute
+from retrain.campaign.controller import execute, launch
 from retrain.campaign.executors.local import Local
+from retrain.campaign.planning.engine import with_engine
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.protocol import WorkerDevice
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import load
+from retrain.config.runs import run_directory
+from retrain.engines.server.automatic import GIB, Machine
 from retrain.errors import ModelError, RetrainError, UsageError
 from retrain.files import read_json
+from retrain.util.session import lease_of
 from tests.system.clusters import SERVE, SLEEPER, check_complete, recorded, rows_of
 
 QUIET = ("training.save_every=2", "squeeze.enabled=false", "campaign.lanes=4")
@@ -175,27 +180,25 @@ def check_nothing_is_left(out: Path) -> None:
     assert not [*out.glob("workers/worker_*/server.json"), *out.glob("workers/worker_*/adapters/*")]
 
 
-def test_every_worker_has_a_server_on_its_own_gpu(tmp_path, model):
-    """One worker is killed on the way, and another one with a new server takes its place."""
+@pytest.mark.parametrize("workers", [2, 1])
+def test_every_worker_has_a_server_on_its_own_gpu(tmp_path, model, workers):
+    """The one that works alone is killed on the way, and another one with a new server takes its place."""
     out, killed = tmp_path / "out", []
 
     def kill(spec, count):
-        if count == 4:
-            workers = [child for child in psutil.Process().children() if "retrain.campaign.worker" in child.cmdline()]
-            killed.append(workers[0].pid)
-            workers[0].kill()
+        if count == 1 and workers == 1:
+            killed.append(lease_of(run_directory(out, spec))["pid"])
+            os.kill(killed[0], signal.SIGKILL)
 
     heard = Heard(kill)
     loaded = load(campaign(tmp_path, model, steps=3), [*WORKERS, *BESIDE])
-    local = Local([WorkerDevice(f"gpu:{gpu}", 1, str(gpu)) for gpu in range(2)], out)
+    local = Local([WorkerDevice(f"gpu:{gpu}", 1, str(gpu)) for gpu in range(workers)], out)
     plan = check(Plan.of(loaded, out))
     assert execute(plan, heard, executor=CampaignWorkers(local, out)).exit_status == 0
     check_complete(out)
-    assert killed
     servers = served_in(out)
-    assert sorted({gpu for _, gpu, _ in servers}) == ["0", "1"]
-    assert len(servers) == 3
-    assert len({port for *_, port in servers}) == 3
+    assert [gpu for _, gpu, _ in servers] == (["0", "1"] if workers == 2 else ["0", "0"])
+    assert len({port for *_, port in servers}) == 2
     assert not [line for line in heard.messages if line.startswith(DIED)]
     for log in out.glob("workers/worker_*/server.log"):
         assert "/sleep?level=1" in log.read_text()
@@ -214,4 +217,18 @@ def test_the_servers_of_workers_end_with_ctrl_c(tmp_path, model):
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=120)
         assert process.returncode == 130
+    check_nothing_is_left(out)
+
+
+def test_a_vllm_that_no_worker_can_start_leaves_their_own_engine(tmp_path, model):
+    broken, heard, out = tmp_path / "python", Heard(), tmp_path / "out"
+    broken.write_text("#!/bin/sh\necho 'RuntimeError: no kernel'\nexit 1\n")
+    broken.chmod(0o755)
+    sets = [text for text in WORKERS if not text.startswith("backend")]
+    loaded = load(campaign(tmp_path, model, steps=2), [*sets, f"inference.python={broken}"])
+    machine = Machine({"0": 24 * GIB, "1": 24 * GIB}, 64 * GIB, "0.32.0")
+    choose = partial(with_engine, machine=machine, smallest=0)
+    assert launch(loaded, out, heard, choose=choose).exit_status == 0
+    assert "Sampling with retrain's own engine: vLLM did not start (RuntimeError: no kernel)" in heard.messages
+    assert {log.read_text().count("no kernel") for log in out.rglob("server.log")} == {1}
     check_nothing_is_left(out)

@@ -17,6 +17,7 @@ from huggingface_hub.utils import filter_repo_objects
 from retrain.campaign.executors.table import slots_of
 from retrain.config import parse_dict
 from retrain.engines.server import launch as launching
+from retrain.engines.server.automatic import VARIABLES
 from retrain.engines.server.fleet import LocalFleet, RemoteFleet, gpu_shares, model_argument
 from retrain.engines.server.launch import HealthWaits, ServerProcess, server_environment
 from retrain.errors import ModelError, ServerFailed, UsageError
@@ -103,12 +104,13 @@ def test_a_server_that_hangs_is_started_again(tmp_path, launched, told):
 def test_a_start_that_fails_is_repeated_only_where_a_port_was_in_use(tmp_path, launched, told):
     script = tmp_path / "dies.py"
     script.write_text("import sys\nprint(sys.argv[1:])\nraise SystemExit(3)")
-    server = launched(f"{sys.executable} {script}", starts=1)
+    composed = f"env {VARIABLES} {sys.executable} {script}"
+    server = launched(composed)
     eventually(lambda: server.gave_up)
     assert server.gave_up.startswith("the server died at its start by exit status 3; ")
     assert told == []
     script.write_text("import sys\nprint('OSError: [Errno 98] Address already in use')\nraise SystemExit(1)")
-    server = launched(f"{sys.executable} {script}", starts=1, name="other")
+    server = launched(composed, name="other")
     eventually(lambda: server.gave_up)
     assert server.gave_up.startswith("the server died 4 times in a row, last by exit status 1; ")
 

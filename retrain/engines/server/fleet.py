@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from retrain.config import Config
-from retrain.engines.server.automatic import is_composed
-from retrain.engines.server.launch import RESTARTS, ServerProcess, server_environment
+from retrain.engines.server.launch import ServerProcess, server_environment
 from retrain.models.directory import model_directory
 
 Notify = Callable[[str, str], None]  # Called with a message and its level, "info" or "warning"
@@ -54,18 +53,8 @@ class LocalFleet:
             for name, gpus in zip(names_of(settings.replicas), shares, strict=True):
                 assert settings.launch is not None
                 environment = server_environment(gpus, bool(settings.released), key)
-                # What retrain has composed either starts or never will: its memory is planned.
-                starts = 1 if is_composed(settings.launch) else RESTARTS + 1
                 self._servers.append(
-                    ServerProcess(
-                        settings.launch,
-                        model_argument(config),
-                        directory,
-                        environment,
-                        notify,
-                        name=name,
-                        starts=starts,
-                    )
+                    ServerProcess(settings.launch, model_argument(config), directory, environment, notify, name=name)
                 )
         except BaseException:
             self.close()

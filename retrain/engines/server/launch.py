@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from retrain.device import OWN_ALLOCATOR
 from retrain.engines.server import minder
+from retrain.engines.server.automatic import is_composed
 from retrain.errors import UsageError
 from retrain.files import read_json, write_json
 
@@ -60,9 +61,8 @@ def server_environment(gpus: str | None, sleeps: bool = False, key: str = "") ->
 
 class ServerProcess:
     """A running server. In ``command``, ``{port}``, ``{host}`` and ``{model}`` are replaced; a command without
-    ``--port`` or ``--host`` gets a free port and ``host``. ``name`` is the stem of the log file. ``starts``: number of
-    starts without any answer after which the server is given up; a start that found a port in use does not count.
-    Raises UsageError if the command cannot be started."""
+    ``--port`` or ``--host`` gets a free port and ``host``. ``name`` is the stem of the log file. Raises UsageError if
+    the command cannot be started."""
 
     def __init__(
         self,
@@ -75,10 +75,9 @@ class ServerProcess:
         name: str = "server",
         host: str = "127.0.0.1",
         health_waits: HealthWaits = HEALTH_WAITS,
-        starts: int = RESTARTS + 1,
     ):
         self.log, self._identity = directory / f"{name}.log", identity_of(directory, name)
-        self.notify, self.gave_up, self._starts = notify, "", starts
+        self.notify, self.gave_up = notify, ""
         self._closing, self._may_start = threading.Event(), threading.Event()
         self._may_start.set()
         self._environment = environment
@@ -87,7 +86,10 @@ class ServerProcess:
             stack.callback(reserved.close)
             self.arguments, host, self.port = _filled(command, model, host, port)
             self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-            self._restarts, self._health = Restarts(), Health(self.url, health_waits)
+            self._restarts, self._health = (
+                Restarts(0 if is_composed(command) else RESTARTS),
+                Health(self.url, health_waits),
+            )
             _check_exists(self.arguments[0])
             directory.mkdir(parents=True, exist_ok=True)
             self._end_abandoned()
@@ -157,11 +159,11 @@ class ServerProcess:
                 how = f"signal {-status}" if status < 0 else f"exit status {status}"
                 _end(self._process.pid, lambda: 0)  # child processes that outlived it
             _release_minder(self._process)
-            self._starts = RESTARTS + 1 if self._health.has_answered else self._starts
+            if self._health.has_answered or PORT_IN_USE in self.tail().lower():
+                self._restarts.most = RESTARTS
             steady, self._health = self.answered_s, Health(self.url, self._health.waits)
-            tail = "\n".join(self.tail().splitlines()[-TAIL:])
-            most = RESTARTS + 1 if PORT_IN_USE in self.tail().lower() else self._starts
-            if self._restarts.count_end(steady) or self._restarts.count >= most:
+            if self._restarts.count_end(steady):
+                tail = "\n".join(self.tail().splitlines()[-TAIL:])
                 times = f"{self._restarts.count} times in a row, last" if self._restarts.count > 1 else "at its start"
                 self.gave_up = f"the server died {times} by {how}; {self.log} ends with:\n{tail}"
                 return
@@ -202,15 +204,19 @@ def identity_of(directory: Path, name: str) -> Path:
 
 @dataclass
 class Restarts:
+    """Limits consecutive restarts to ``most``: none for a command that retrain has composed, whose memory is planned,
+    until it has answered."""
+
+    most: int = RESTARTS
     count: int = 0
 
     def count_end(self, answered_s: float) -> bool:
-        """Count an end of the server; return whether there were more than ``RESTARTS`` in a row. Answers for longer
-        than ``STEADY_S`` before the end reset the count."""
+        """Count an end of the server; return whether there were more than ``most`` in a row. Answers for longer than
+        ``STEADY_S`` before the end reset the count."""
         if answered_s > STEADY_S:
             self.count = 0
         self.count += 1
-        return self.count > RESTARTS
+        return self.count > self.most
 
 
 class Health:
