@@ -31,7 +31,7 @@ from retrain.files import is_aside, publish_directory, read_json, read_json_if_p
 MARK = "retrain.json"
 LAYOUT = (
     MARK, ".lease", "manifest.json", "plan.json", "config.json", "code.diff", "environment.json", "runs", "base",
-    "squeeze", "comparison.json", "report.html", "metrics.jsonl", "metrics.f32", "evals.jsonl",
+    "evaluation.json", "squeeze", "comparison.json", "report.html", "metrics.jsonl", "metrics.f32", "evals.jsonl",
     "checkpoints.jsonl", "timing_spans.jsonl", "notes.jsonl", "emergence", "timeline.html", "run.log",
     "checkpoints", "final", "iterations.jsonl", "workers", "tokens_*", "train_iteration_*", "eval_*_iteration_*",
     "tensorboard", "wandb",

@@ -141,9 +141,11 @@ def _layers(file: AdapterFile, base: BaseModel) -> list[str]:
     return list(file.modules)
 
 
-def lane_adapter(file: AdapterFile, lanes: Lanes) -> Adapter:
-    scale, pairs = uniform(file, file.rank)
-    adapter = lanes.new_adapter(file.rank, scale * file.rank)
+def lane_adapter(file: AdapterFile, lanes: Lanes, rank: int = 1) -> Adapter:
+    """Return the adapter of a file on these lanes, padded with zeros to ``rank`` if its own is smaller."""
+    rank = max(rank, file.rank)
+    scale, pairs = uniform(file, rank)
+    adapter = lanes.new_adapter(rank, scale * rank)
     adapter.load(dict(pairs))
     return adapter
 

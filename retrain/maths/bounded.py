@@ -22,7 +22,7 @@ ROUNDING = 1e-12  # Rounding tolerance at the bounds
 HALVINGS = 45  # They cut a path of length 2 to 6e-14, below what any printed interval shows
 
 
-def bounded_mean_interval(values: Values, low: float, high: float, *, t: bool = False) -> Interval:
+def bounded_mean_interval(values: Values, low: float, high: float, *, t: bool = False, level: float = 0.95) -> Interval:
     """Return the mean of independent values in [low, high] with its score interval, within the bounds.
 
     The quantile is the normal one, as in Tango's interval. With ``t`` it is Student's, and the variance has n − 1 in
@@ -37,7 +37,8 @@ def bounded_mean_interval(values: Values, low: float, high: float, *, t: bool = 
         return Interval(estimate, None, None)
     support, counts = np.unique(np.clip(x, low, high), return_counts=True)
     rooms = np.stack([high - support, support - low])
-    size, quantile = (n - 1, _t_quantile(n - 1)) if t else (n, _t_quantile(math.inf))
+    size, freedom = (n - 1, n - 1) if t else (n, math.inf)
+    quantile = _t_quantile(freedom, level)
     left = smallest_room(rooms, np.stack([counts, counts]) / n, size, quantile)
     return Interval(estimate, low + float(left[1]), high - float(left[0]))
 

@@ -111,7 +111,7 @@ def check_recorded_facts(
 ) -> None:  # fmt: skip
     """Compare base, data and machine with the runs' records, and store the present ones in ``points`` for the new
     records. Raises RecordsDiffer for differences that the user has not accepted."""
-    facts, system = _shared_facts(model, data), system_files(job.folder)
+    facts, system = shared_facts(model, data), system_files(job.folder)
     directories = {spec.run_id: run_directory(job.directory, spec) for spec in specs}
     records = {run_id: intact_config(path) for run_id, path in directories.items() if (path / CONFIG).exists()}
     now = {spec.run_id: facts | _teacher_identity(model, spec) | _rubrics(data, spec) for spec in specs}
@@ -130,7 +130,7 @@ def check_recorded_facts(
             observer.message(f"{spec.run_id}: {line}: what follows is rounded differently", "warning")
 
 
-def _shared_facts(model: CohortModel, data: Dataset) -> dict[str, object]:
+def shared_facts(model: CohortModel, data: Dataset) -> dict[str, object]:
     return {
         "built": model.built,
         "base": {
@@ -181,7 +181,7 @@ class RunBuilder:
         """Build a run, restore it and begin its records. Raises CheckpointError when its files cannot be used."""
         config, model, (own_modes, detector) = spec.config, self.model, modes
         environments = environments_of(config, self.data, grader, self.job.folder)
-        recorder = self._recorder(spec, grader, environments["train"])
+        recorder = self.recorder(spec, grader, environments["train"])
         self.stack.callback(
             recorder.close, failed=True
         )  # closes it if anything below fails; closing twice does nothing
@@ -226,7 +226,7 @@ class RunBuilder:
         recorder.start(_facts_of(run, point, initial_adapter), point.system)
         return run
 
-    def _recorder(self, spec: RunSpec, grader: Grader, environment: Environment) -> RunRecorder:
+    def recorder(self, spec: RunSpec, grader: Grader, environment: Environment) -> RunRecorder:
         folder, data = self.job.folder, self.data
         plugins, tasks = _declared_ranges(spec.config, folder, grader, environment)
         graded = grader.names if spec.config.environment.provider is None else ()

@@ -3,7 +3,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import blocks, run_cli
+from helpers.campaigns import blocks, run_cli, timeless, without_clock
 
 from retrain.config.describe import document
 from retrain.files import read_jsonl
@@ -53,6 +53,17 @@ def test_try_shows_episodes(run):
     shown = run_cli("try", run.parent / "run.toml", "--problems", "1", "--samples", "6")
     assert shown.exit_code == 0, shown.output
     assert "[tool calculator]" in shown.stdout
+
+
+def test_eval_plays_the_same_episodes(run, tmp_path):
+    """With a run's own settings, `retrain eval` repeats its last evaluation, tools included."""
+    done = run_cli("eval", run, "--out", tmp_path / "e")
+    assert done.exit_code == 0, done.output
+    (evaluated,) = (tmp_path / "e/runs").iterdir()
+    name = "eval_heldout_iteration_000002_rollout_summaries.jsonl"
+    played, trained = ([each["steps"] for each in read_jsonl(folder / name)] for folder in (evaluated, run))
+    assert without_clock(played) == without_clock(trained)
+    assert timeless(evaluated / "evals.jsonl") == [row for row in timeless(run / "evals.jsonl") if row["step"] == 2]
 
 
 def test_the_environment_in_the_documents_trains(tmp_path):

@@ -41,7 +41,7 @@ from retrain.records.environment import SET_SOURCE, named_code
 from retrain.records.reader import checkpoint_paths, read_manifest
 from retrain.records.registry import ON, Registry
 from retrain.records.schema.campaign import RunEntry
-from retrain.records.schema.layout import ADAPTER_FILES, MANIFEST, STATE
+from retrain.records.schema.layout import ADAPTER_FILES, EVALUATION, MANIFEST, STATE
 from retrain.rewards.custom import CustomReward
 
 CHECKPOINT_FILES = (*ADAPTER_FILES, MANIFEST, "optimizer.safetensors", STATE)
@@ -58,6 +58,8 @@ def check(plan: Plan, places: bool = True) -> Plan:
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
     if places:
+        if (plan.directory / EVALUATION).exists():
+            raise NotOurs(f"{plan.directory} holds the results of retrain eval: {ELSEWHERE}")
         check_places(plan.directory, plan.specs)
         if plan.registry == ON and plan.specs[0].is_campaign:
             Registry(plan.directory).check()

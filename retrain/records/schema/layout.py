@@ -15,6 +15,7 @@ from retrain.records.schema.comparison import Comparison
 MANIFEST, PLAN, LOCK = "manifest.json", "plan.json", ".lock"
 CONFIG, ENVIRONMENT, CODE_DIFF = "config.json", "environment.json", "code.diff"
 COMPARISON, REPORT = "comparison.json", "report.html"
+EVALUATION = "evaluation.json"  # Of a directory of ``retrain eval``
 SQUEEZE, ANALYSIS, VERIFICATION = "squeeze", "analysis.json", "verification.json"  # The files are in the folder
 METRICS, COLUMNS, EVALS = "metrics.jsonl", "metrics.f32", "evals.jsonl"
 EMERGENCE = "emergence"
