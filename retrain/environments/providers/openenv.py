@@ -1,8 +1,9 @@
 """Use environments behind an OpenEnv server, https://github.com/meta-pytorch/OpenEnv, through OpenEnv's own client.
 
-A problem is a seed for the server's reset; an episode is one session. The reward of a rollout is the sum of the rewards
-of its steps. In an MCP environment the policy calls tools: every call is a step, and a message without a call ends the
-episode.
+A problem is a seed for the server's reset; an episode is one session. If a server that this process started takes no
+further session, another one is started: most published environments take one. The reward of a rollout is the sum of the
+rewards of its steps. In an MCP environment the policy calls tools: every call is a step, and a message without a call
+ends the episode.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar, cast
@@ -45,6 +47,8 @@ from retrain.types import Action, Problem, RewardResult
 
 T = TypeVar("T")
 Text = Annotated[str, Field(min_length=1)]
+MOST_SERVERS = 32  # Servers that a process starts if each takes few sessions
+CLOSING_SECONDS = 5.0  # Time limit for a server to forget a session that has ended
 INVALID_ACTION = "VALIDATION_ERROR"  # A server's error code for an invalid action; other codes: it is broken
 
 
@@ -95,6 +99,10 @@ class Arguments(BaseModel):
         return self
 
 
+class ServerFull(PluginError):
+    pass
+
+
 class OpenEnv:
     """Environment behind a server. Raises UsageError for invalid ``Arguments``."""
 
@@ -106,7 +114,7 @@ class OpenEnv:
         self.reward_range = self.arguments.reward_range
         self.tools: Sequence[ToolSchema] = ()  # Tools that the policy may call; empty if actions are text or JSON
         self._client = imported("openenv.core.generic_client", OWNER).GenericEnvClient
-        self._server: OpenEnvServer | None = None
+        self._servers: list[OpenEnvServer] = []
         self._actions: Actions | None = None
 
     def problems(self, split: str) -> Sequence[Problem]:
@@ -119,24 +127,39 @@ class OpenEnv:
 
     def start(self, problem: Problem, seed: int) -> OpenEnvEpisode:
         """Reset a session with the problem's seed. Raises PluginError if the server refuses it."""
-        url = self._reachable()
-        if self._actions is None:
-            self._actions = self._read_schema(url)
-        return OpenEnvEpisode(self, url, self._actions, int(problem.metadata["seed"]))
+        deadline = time.monotonic() + CLOSING_SECONDS
+        while True:
+            server = None if self.url is not None else self._server_with_room()
+            url = self.url or (server.url if server is not None else "")
+            if self._actions is None:
+                self._actions = self._read_schema(url)
+            try:
+                return OpenEnvEpisode(self, url, self._actions, int(problem.metadata["seed"]), server)
+            except ServerFull:
+                if server is None or time.monotonic() > deadline:
+                    raise
+                server.most_sessions = server.sessions or server.most_sessions
+                time.sleep(0.05)  # an ended session may still be closing
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        while self._servers:
+            self._servers.pop().close()
 
-    def _reachable(self) -> str:
-        if self.url is not None:
-            return self.url
-        if self._server is None or not self._server.alive:
-            self.close()
-            assert self.arguments.command is not None
-            self._server = OpenEnvServer(self.arguments.command, self.arguments.start_seconds, OWNER)
-        return self._server.url
+    def _server_with_room(self) -> OpenEnvServer:
+        for server in [each for each in self._servers if not each.alive]:
+            server.close()
+            self._servers.remove(server)
+        for server in self._servers:
+            if server.sessions < server.most_sessions:
+                return server
+        if len(self._servers) == MOST_SERVERS:
+            raise PluginError(
+                f"{OWNER}: {MOST_SERVERS} servers of one process are full: let each take more sessions "
+                "(max_concurrent_envs), or lower batch_size or group_size"
+            )
+        assert self.arguments.command is not None
+        self._servers.append(OpenEnvServer(self.arguments.command, self.arguments.start_seconds, OWNER))
+        return self._servers[-1]
 
     def _read_schema(self, url: str) -> Actions:
         field = self.arguments.action_field
@@ -184,8 +207,8 @@ class ServerReply(Protocol):
 
 
 class OpenEnvEpisode:
-    def __init__(self, environment: OpenEnv, url: str, actions: Actions, seed: int):
-        self.environment, self.url, self.actions = environment, url, actions
+    def __init__(self, environment: OpenEnv, url: str, actions: Actions, seed: int, server: OpenEnvServer | None):
+        self.environment, self.url, self.actions, self.server = environment, url, actions, server
         limit = environment.arguments.step_seconds
         # Every message waits for the server's answer to one action, so the client's time limit is that of a step.
         self._client = environment._client(url, connect_timeout_s=limit, message_timeout_s=limit).sync()
@@ -193,6 +216,8 @@ class OpenEnvEpisode:
         self.numbers: dict[str, float] = {}
         self.invalid, self.called = 0, False
         arguments = {"seed": seed, "episode_id": uuid.uuid4().hex} | environment.arguments.reset
+        if server is not None:
+            server.sessions += 1
         try:
             self._call(self._client.connect)
             begun = self._call(lambda: self._client.reset(**arguments))
@@ -275,6 +300,9 @@ class OpenEnvEpisode:
     def close(self) -> None:
         with contextlib.suppress(Exception):  # the session has already ended
             self._client.close()
+        if self.server is not None:
+            self.server.sessions -= 1
+            self.server = None
 
     def _reward(self, reply: ServerReply) -> float | None:
         """Return the reward of a step, if any, and add it to the episode. Raises PluginError if it is not finite."""
@@ -314,4 +342,4 @@ class OpenEnvEpisode:
             is_full = "received 1000" in text if code is None else code[1] == "CAPACITY_REACHED"
             fault = f"the connection to {self.url} is lost" if code is None else f"{self.url} answered with an error"
             hint = ": it may be full, let it take more sessions (max_concurrent_envs)" if is_full else ""
-            raise PluginError(f"{OWNER}: {fault}{hint}: {text}") from error
+            raise (ServerFull if is_full else PluginError)(f"{OWNER}: {fault}{hint}: {text}") from error
