@@ -30,8 +30,9 @@ def environments(
     nonsense must not.
     """
     if name is not None:
-        rows = [each._asdict() for each in arguments_of(name)]
-        print_report(rows, as_json, lambda rows: print_table(("argument", "type", "default"), map(dict.values, rows)))
+        arguments = arguments_of(name)
+        rows = [each._asdict() for each in arguments]
+        print_report(rows, as_json, lambda _: print_table(("argument", "type", "default"), arguments))
         return
     found = [each._asdict() for each in (*capabilities(), *(tasks() if check else ()))]
     print_report(found, as_json, print_capabilities, lambda rows: [print_record(**row) for row in rows])

@@ -75,7 +75,7 @@ def verifiers_environments() -> list[tuple[str, str]]:
     for package in distributions():
         required = {re.split(r"[^\w.-]", each, maxsplit=1)[0].lower() for each in package.requires or ()}
         if "verifiers" in required and package.name != "retrain":
-            found[package.name] = package.metadata.get("Summary") or ""
+            found[package.name] = str(package.metadata.json.get("summary", ""))
     return sorted(found.items())
 
 

@@ -1,10 +1,12 @@
 import contextlib
 import importlib
+import json
 import random
 import sys
 
 import numpy as np
 import pytest
+from helpers.campaigns import run_cli
 
 from retrain.config import tasks
 from retrain.environments.installed import ABOUT, arguments_of, capabilities, gym_names
@@ -68,6 +70,14 @@ def test_what_is_installed_is_listed_without_an_import(hub):
     assert listed["provider", "verifiers"].state == "ready"
     assert listed["tool", "calculator"].state == "ready"
     assert "toy_hub" not in sys.modules
+
+
+def test_the_command_lists_and_describes(hub):
+    assert 'environment name="toy-hub" state="ready" about="a toy"' in run_cli("environments").stdout.splitlines()
+    described = json.loads(run_cli("environments", "toy-hub", "--json").stdout)
+    assert described[0] == {"name": "size", "type": "int", "default": "3"}
+    unknown = run_cli("environments", "toy-hup")
+    assert isinstance(unknown.exception, UsageError)
 
 
 def test_arguments_are_described(hub):
