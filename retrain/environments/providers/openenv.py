@@ -49,7 +49,8 @@ T = TypeVar("T")
 Text = Annotated[str, Field(min_length=1)]
 MOST_SERVERS = 32  # Servers that a process starts if each takes few sessions
 CLOSING_SECONDS = 5.0  # Time limit for a server to forget a session that has ended
-INVALID_ACTION = "VALIDATION_ERROR"  # A server's error code for an invalid action; other codes: it is broken
+# A server's error codes for an action that does not fit the schema, and for an exception of the environment's step
+INVALID_ACTION, STEP_RAISED = "VALIDATION_ERROR", "EXECUTION_ERROR"
 
 
 class Arguments(BaseModel):
@@ -60,8 +61,9 @@ class Arguments(BaseModel):
     are for training.
     ``message_field``, ``action_field`` and ``action``: see ``messages_of`` and ``Actions``. ``reset``: further
     arguments of the reset. ``metrics``: numeric fields of observations to record. ``exact``: the server's answers
-    depend on seed and actions only. ``start_seconds`` and ``step_seconds``: time limits of the server's start and of an
-    answer.
+    depend on seed and actions only. ``invalid_on_error``: an action on which the environment raises is invalid, as in
+    games that raise for illegal moves; by default the episode then fails. ``start_seconds`` and ``step_seconds``: time
+    limits of the server's start and of an answer.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -78,6 +80,7 @@ class Arguments(BaseModel):
     reset: dict[str, JsonValue] = {}
     metrics: list[str] = []
     exact: bool = False
+    invalid_on_error: bool = False
     reward_range: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
     start_seconds: PositiveFloat = 60.0
     step_seconds: PositiveFloat = 60.0
@@ -338,8 +341,12 @@ class OpenEnvEpisode:
             code = re.search(r"\(code: (\w+)\)$", text)
             if rejection and code is not None and code[1] == INVALID_ACTION:
                 raise ValueError(rejection) from error
+            raised = rejection and code is not None and code[1] == STEP_RAISED
+            if raised and self.environment.arguments.invalid_on_error:
+                raise ValueError(f"{rejection} {text[: text.rindex(' (code:')]}.") from error
             # A full server sends CAPACITY_REACHED and closes; it is a race whether the client reads that before.
             is_full = "received 1000" in text if code is None else code[1] == "CAPACITY_REACHED"
             fault = f"the connection to {self.url} is lost" if code is None else f"{self.url} answered with an error"
             hint = ": it may be full, let it take more sessions (max_concurrent_envs)" if is_full else ""
+            hint += " (args.invalid_on_error = true makes such an action invalid)" if raised else ""
             raise (ServerFull if is_full else PluginError)(f"{OWNER}: {fault}{hint}: {text}") from error

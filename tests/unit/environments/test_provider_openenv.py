@@ -167,6 +167,18 @@ def test_a_server_that_dies_is_told_and_replaced(own):
     assert send(again, str(digit)).reward == 1
 
 
+def test_an_action_on_which_the_server_raises(server):
+    strict, _ = begun(OpenEnv(url=server.url))
+    with pytest.raises(PluginError, match=r"answered with an error \(args.invalid_on_error = true makes .*'seven'"):
+        send(strict, "seven")
+    lenient, digit = begun(OpenEnv(url=server.url, invalid_on_error=True))
+    step = send(lenient, "seven")
+    assert step.messages[0]["content"].startswith("That is not a valid action. Server error: invalid literal for int()")
+    assert (step.done, step.reward, step.metrics) == (False, 0.0, {"invalid_actions": 1.0})
+    assert send(lenient, str(digit)).reward == 1.0
+    strict.close()
+
+
 def test_a_slow_answer_and_full_servers(own):
     environment = own("1", step_seconds=2)
     (first, _), (second, digit) = begun(environment), begun(environment)  # each with a server of its own

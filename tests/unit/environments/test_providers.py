@@ -77,7 +77,8 @@ def test_the_command_lists_and_describes(hub):
     described = json.loads(run_cli("environments", "toy-hub", "--json").stdout)
     assert described[0] == {"name": "size", "type": "int", "default": "3"}
     unknown = run_cli("environments", "toy-hup")
-    assert isinstance(unknown.exception, UsageError)
+    assert unknown.exit_code == 2
+    assert "there is no environment, tool or data set 'toy-hup' here (did you mean 'toy-hub'?)" in unknown.output
 
 
 def test_arguments_are_described(hub):
