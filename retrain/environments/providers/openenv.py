@@ -54,7 +54,7 @@ INVALID_ACTION, STEP_RAISED = "VALIDATION_ERROR", "EXECUTION_ERROR"
 
 
 class Arguments(BaseModel):
-    """Arguments of the environment at ``url`` (or ``id``), or of a server that each process starts with ``command``, a
+    """Arguments of the environment at ``url``, or of a server that each process starts with ``command``, a
     list of arguments in which ``{port}`` is replaced by the port.
 
     Problems are consecutive seeds from ``seed`` × 1,000,000 on: the first ``heldout`` are held out, the next ``size``
@@ -68,7 +68,6 @@ class Arguments(BaseModel):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    id: str | None = None
     url: str | None = None
     command: Annotated[list[Text], Field(min_length=1)] | None = None
     size: PositiveInt = 1000
@@ -87,8 +86,7 @@ class Arguments(BaseModel):
 
     @property
     def address(self) -> str | None:
-        url = self.id if self.url is None else self.url
-        return url and url.rstrip("/")
+        return self.url and self.url.rstrip("/")
 
     @model_validator(mode="after")
     def _check(self) -> Arguments:
@@ -107,12 +105,12 @@ class ServerFull(PluginError):
 
 
 class OpenEnv:
-    """Environment behind a server. Raises UsageError for invalid ``Arguments``."""
+    """Environment behind a server; ``id`` is another name for ``url``. Raises UsageError for invalid ``Arguments``."""
 
     metrics_ranges: ClassVar[Mapping[str, Range]] = {"invalid_actions": {"min": 0, "invert": True}}
 
-    def __init__(self, **arguments: object):
-        self.arguments = validated(Arguments, arguments, OWNER)
+    def __init__(self, id: object = None, **arguments: object):
+        self.arguments = validated(Arguments, arguments if id is None else {"url": id, **arguments}, OWNER)
         self.url, self.exact = self.arguments.address, self.arguments.exact
         self.reward_range = self.arguments.reward_range
         self.tools: Sequence[ToolSchema] = ()  # Tools that the policy may call; empty if actions are text or JSON
@@ -338,15 +336,15 @@ class OpenEnvEpisode:
             raise PluginError(f"{OWNER}: {self.url} did not answer within {limit:g} s (step_seconds)") from error
         except Exception as error:  # the client passes on exceptions of its sockets
             text = printable(str(error)) or type(error).__name__
-            code = re.search(r"\(code: (\w+)\)$", text)
-            if rejection and code is not None and code[1] == INVALID_ACTION:
+            code = "".join(re.findall(r"\(code: (\w+)\)$", text))
+            if rejection and code == INVALID_ACTION:
                 raise ValueError(rejection) from error
-            raised = rejection and code is not None and code[1] == STEP_RAISED
+            raised = rejection and code == STEP_RAISED
             if raised and self.environment.arguments.invalid_on_error:
                 raise ValueError(f"{rejection} {text[: text.rindex(' (code:')]}.") from error
             # A full server sends CAPACITY_REACHED and closes; it is a race whether the client reads that before.
-            is_full = "received 1000" in text if code is None else code[1] == "CAPACITY_REACHED"
-            fault = f"the connection to {self.url} is lost" if code is None else f"{self.url} answered with an error"
+            is_full = code == "CAPACITY_REACHED" or (not code and "received 1000" in text)
+            fault = f"{self.url} answered with an error" if code else f"the connection to {self.url} is lost"
             hint = ": it may be full, let it take more sessions (max_concurrent_envs)" if is_full else ""
-            hint += " (args.invalid_on_error = true makes such an action invalid)" if raised else ""
-            raise (ServerFull if is_full else PluginError)(f"{OWNER}: {fault}{hint}: {text}") from error
+            advice = "; args.invalid_on_error = true counts such an action as invalid" if raised else ""
+            raise (ServerFull if is_full else PluginError)(f"{OWNER}: {fault}{hint}: {text}{advice}") from error

@@ -80,7 +80,9 @@ def test_a_game_is_played_and_its_rewards_are_added(server):
     one.close()
     one.close()
     broken, _ = begun(environment)
-    with pytest.raises(PluginError, match=f"{server.url} answered with an error: .*invalid literal for int"):
+    with pytest.raises(
+        PluginError, match=f"{server.url} answered with an error: .*invalid literal for int.*; args.invalid_on_error"
+    ):
         send(broken, "seven")
     assert broken.result().total_reward is None
     assert "gave no reward" in (broken.result().error or "")
@@ -168,15 +170,11 @@ def test_a_server_that_dies_is_told_and_replaced(own):
 
 
 def test_an_action_on_which_the_server_raises(server):
-    strict, _ = begun(OpenEnv(url=server.url))
-    with pytest.raises(PluginError, match=r"answered with an error \(args.invalid_on_error = true makes .*'seven'"):
-        send(strict, "seven")
     lenient, digit = begun(OpenEnv(url=server.url, invalid_on_error=True))
     step = send(lenient, "seven")
     assert step.messages[0]["content"].startswith("That is not a valid action. Server error: invalid literal for int()")
     assert (step.done, step.reward, step.metrics) == (False, 0.0, {"invalid_actions": 1.0})
     assert send(lenient, str(digit)).reward == 1.0
-    strict.close()
 
 
 def test_a_slow_answer_and_full_servers(own):
