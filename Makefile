@@ -144,13 +144,14 @@ reasoner: $(VENV)/.core
 # Packages that do not go together with each other, or with ours, each over our own environment.
 ENVIRONMENTS := openenv verifiers verifiers-classic s3
 PACKAGES_openenv := openenv==0.10.0
-PACKAGES_verifiers := verifiers==0.4.0 aiohttp
-PACKAGES_verifiers-classic := verifiers==0.3.1 aiohttp
+PACKAGES_verifiers := verifiers==0.4.0
+PACKAGES_verifiers-classic := verifiers==0.3.1
 PACKAGES_mutmut := mutmut==3.8.1
 PACKAGES_s3 := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5 "python-dateutil<3"
-TESTS_openenv := tests/unit/environments/test_provider_openenv.py
-TESTS_verifiers := tests/unit/environments/test_verifiers.py
-TESTS_verifiers-classic := tests/unit/environments/test_verifiers.py
+COMMANDS := tests/unit/environments/test_environment_commands.py
+TESTS_openenv := tests/unit/environments/test_provider_openenv.py $(COMMANDS)
+TESTS_verifiers := tests/unit/environments/test_verifiers.py $(COMMANDS)
+TESTS_verifiers-classic := tests/unit/environments/test_verifiers.py $(COMMANDS)
 TESTS_s3 := tests/unit/campaign/test_mirror.py
 
 build/environments/%/.ready: $(VENV)/.dev

@@ -114,6 +114,8 @@ class HostedEnvironment:
         owner = f"[environment] provider = {self.name!r}"
         try:
             episode = self.start(problem, 0)
+            if self.section.provider == "openenv" and "command" not in self.section.args:
+                self.start(problem, 0).close()  # the server must take several sessions
         except EpisodeFailed as error:
             raise DataError(f"{owner}: an episode of {problem.id} cannot begin: {error}") from None
         try:

@@ -17,6 +17,15 @@ def broken(completion):
     raise ArithmeticError("no such number")
 
 
+def calculator(expression: str) -> str:
+    """Compute an expression."""
+    return str(eval(expression, {"__builtins__": {}}))
+
+
+def solved(completion, answer):
+    return float(f"\\boxed{{{answer}}}" in (completion[-1]["content"] or ""))
+
+
 def capital(country: str) -> str:
     """The capital of a country."""
     return CAPITALS[country]
@@ -74,6 +83,9 @@ def load_environment(kind="sums", fault="", max_turns=4):
         case "tools":
             asked = Dataset.from_list([{"question": f"Capital of {c}?", "answer": a} for c, a in CAPITALS.items()])
             return vf.ToolEnv(dataset=asked, tools=[capital], rubric=rubric, max_turns=max_turns)
+        case "calculator":  # for the bundled tool user
+            sums = [{"question": f"{n}*{n + 3}+101=?", "answer": str(n * (n + 3) + 101)} for n in range(12, 20)]
+            return vf.ToolEnv(dataset=Dataset.from_list(sums), tools=[calculator], rubric=vf.Rubric(funcs=[solved]))
         case "group":
 
             def best(completions, **kwargs):

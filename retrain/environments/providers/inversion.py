@@ -95,14 +95,11 @@ async def _ended(tasks: Sequence[Awaitable[object]]) -> None:
 
 
 class InvertedEpisode:
-    """Rollout of a harness as an ``Episode``.
+    """Rollout of a harness as an ``Episode``. The constructor raises PluginError if the harness ends before its first
+    request. ``seed`` seeds the random numbers of Python and numpy inside this episode only."""
 
-    If the harness ends before its first request, ``observe`` returns ``opening`` and ``result`` has the harness's
-    error. ``seed`` seeds the random numbers of Python and numpy inside this episode only.
-    """
-
-    def __init__(self, inversion: Inversion, lead: Lead, opening: Sequence[Message], seed: int):
-        self._inversion, self._opening = inversion, opening
+    def __init__(self, inversion: Inversion, lead: Lead, seed: int):
+        self._inversion = inversion
         self._channel = Channel(secrets.token_urlsafe(16))
         self._randomness = OwnRandomness(str(seed))
         self._request: Request | None = None
@@ -116,11 +113,13 @@ class InvertedEpisode:
         inversion.endpoint.channels[self._channel.name] = self._channel
         self._task = inversion.loop.create_task(lead(self._channel))
         self._advance()
+        if self._request is None:
+            reason = self._outcome().reward.error or "it ended before it asked the model for an answer"
+            self.close()
+            raise PluginError(reason)
 
     def observe(self) -> Observation:
-        if self._request is None:
-            return Observation(tuple(self._opening) or ({"role": "user", "content": ""},))
-        return Observation(tuple(self._messages), tuple(self._request.tools))
+        return Observation(tuple(self._messages), tuple(self._tools or ()))
 
     def step(self, action: Action) -> Step:
         if self._request is not None:

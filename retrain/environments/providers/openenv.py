@@ -1,8 +1,9 @@
 """Use environments behind an OpenEnv server, https://github.com/meta-pytorch/OpenEnv, through OpenEnv's own client.
 
-A problem is a seed for the server's reset; an episode is one session. The reward of a rollout is the sum of the rewards
-of its steps. In an MCP environment the policy calls tools: every call is a step, and a message without a call ends the
-episode.
+A problem is a seed for the server's reset; an episode is one session. If a server that this process started takes no
+further session, another one is started: most published environments take one. The reward of a rollout is the sum of the
+rewards of its steps. In an MCP environment the policy calls tools: every call is a step, and a message without a call
+ends the episode.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar, cast
@@ -45,24 +47,27 @@ from retrain.types import Action, Problem, RewardResult
 
 T = TypeVar("T")
 Text = Annotated[str, Field(min_length=1)]
-INVALID_ACTION = "VALIDATION_ERROR"  # A server's error code for an invalid action; other codes: it is broken
+MOST_SERVERS = 32  # Servers that a process starts if each takes few sessions
+CLOSING_SECONDS = 5.0  # Time limit for a server to forget a session that has ended
+# A server's error codes for an action that does not fit the schema, and for an exception of the environment's step
+INVALID_ACTION, STEP_RAISED = "VALIDATION_ERROR", "EXECUTION_ERROR"
 
 
 class Arguments(BaseModel):
-    """Arguments of the environment at ``url`` (or ``id``), or of a server that each process starts with ``command``, a
+    """Arguments of the environment at ``url``, or of a server that each process starts with ``command``, a
     list of arguments in which ``{port}`` is replaced by the port.
 
     Problems are consecutive seeds from ``seed`` × 1,000,000 on: the first ``heldout`` are held out, the next ``size``
     are for training.
     ``message_field``, ``action_field`` and ``action``: see ``messages_of`` and ``Actions``. ``reset``: further
     arguments of the reset. ``metrics``: numeric fields of observations to record. ``exact``: the server's answers
-    depend on seed and actions only. ``start_seconds`` and ``step_seconds``: time limits of the server's start and of an
-    answer.
+    depend on seed and actions only. ``invalid_on_error``: an action on which the environment raises is invalid, as in
+    games that raise for illegal moves; by default the episode then fails. ``start_seconds`` and ``step_seconds``: time
+    limits of the server's start and of an answer.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    id: str | None = None
     url: str | None = None
     command: Annotated[list[Text], Field(min_length=1)] | None = None
     size: PositiveInt = 1000
@@ -74,14 +79,14 @@ class Arguments(BaseModel):
     reset: dict[str, JsonValue] = {}
     metrics: list[str] = []
     exact: bool = False
+    invalid_on_error: bool = False
     reward_range: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
     start_seconds: PositiveFloat = 60.0
     step_seconds: PositiveFloat = 60.0
 
     @property
     def address(self) -> str | None:
-        url = self.id if self.url is None else self.url
-        return url and url.rstrip("/")
+        return self.url and self.url.rstrip("/")
 
     @model_validator(mode="after")
     def _check(self) -> Arguments:
@@ -95,18 +100,22 @@ class Arguments(BaseModel):
         return self
 
 
+class ServerFull(PluginError):
+    pass
+
+
 class OpenEnv:
-    """Environment behind a server. Raises UsageError for invalid ``Arguments``."""
+    """Environment behind a server; ``id`` is another name for ``url``. Raises UsageError for invalid ``Arguments``."""
 
     metrics_ranges: ClassVar[Mapping[str, Range]] = {"invalid_actions": {"min": 0, "invert": True}}
 
-    def __init__(self, **arguments: object):
-        self.arguments = validated(Arguments, arguments, OWNER)
+    def __init__(self, id: object = None, **arguments: object):
+        self.arguments = validated(Arguments, arguments if id is None else {"url": id, **arguments}, OWNER)
         self.url, self.exact = self.arguments.address, self.arguments.exact
         self.reward_range = self.arguments.reward_range
         self.tools: Sequence[ToolSchema] = ()  # Tools that the policy may call; empty if actions are text or JSON
         self._client = imported("openenv.core.generic_client", OWNER).GenericEnvClient
-        self._server: OpenEnvServer | None = None
+        self._servers: list[OpenEnvServer] = []
         self._actions: Actions | None = None
 
     def problems(self, split: str) -> Sequence[Problem]:
@@ -119,24 +128,39 @@ class OpenEnv:
 
     def start(self, problem: Problem, seed: int) -> OpenEnvEpisode:
         """Reset a session with the problem's seed. Raises PluginError if the server refuses it."""
-        url = self._reachable()
-        if self._actions is None:
-            self._actions = self._read_schema(url)
-        return OpenEnvEpisode(self, url, self._actions, int(problem.metadata["seed"]))
+        deadline = time.monotonic() + CLOSING_SECONDS
+        while True:
+            server = None if self.url is not None else self._server_with_room()
+            url = self.url or (server.url if server is not None else "")
+            if self._actions is None:
+                self._actions = self._read_schema(url)
+            try:
+                return OpenEnvEpisode(self, url, self._actions, int(problem.metadata["seed"]), server)
+            except ServerFull:
+                if server is None or time.monotonic() > deadline:
+                    raise
+                server.most_sessions = server.sessions or server.most_sessions
+                time.sleep(0.05)  # an ended session may still be closing
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        while self._servers:
+            self._servers.pop().close()
 
-    def _reachable(self) -> str:
-        if self.url is not None:
-            return self.url
-        if self._server is None or not self._server.alive:
-            self.close()
-            assert self.arguments.command is not None
-            self._server = OpenEnvServer(self.arguments.command, self.arguments.start_seconds, OWNER)
-        return self._server.url
+    def _server_with_room(self) -> OpenEnvServer:
+        for server in [each for each in self._servers if not each.alive]:
+            server.close()
+            self._servers.remove(server)
+        for server in self._servers:
+            if server.sessions < server.most_sessions:
+                return server
+        if len(self._servers) == MOST_SERVERS:
+            raise PluginError(
+                f"{OWNER}: {MOST_SERVERS} servers of one process are full: let each take more sessions "
+                "(max_concurrent_envs), or lower batch_size or group_size"
+            )
+        assert self.arguments.command is not None
+        self._servers.append(OpenEnvServer(self.arguments.command, self.arguments.start_seconds, OWNER))
+        return self._servers[-1]
 
     def _read_schema(self, url: str) -> Actions:
         field = self.arguments.action_field
@@ -184,8 +208,8 @@ class ServerReply(Protocol):
 
 
 class OpenEnvEpisode:
-    def __init__(self, environment: OpenEnv, url: str, actions: Actions, seed: int):
-        self.environment, self.url, self.actions = environment, url, actions
+    def __init__(self, environment: OpenEnv, url: str, actions: Actions, seed: int, server: OpenEnvServer | None):
+        self.environment, self.url, self.actions, self.server = environment, url, actions, server
         limit = environment.arguments.step_seconds
         # Every message waits for the server's answer to one action, so the client's time limit is that of a step.
         self._client = environment._client(url, connect_timeout_s=limit, message_timeout_s=limit).sync()
@@ -193,6 +217,8 @@ class OpenEnvEpisode:
         self.numbers: dict[str, float] = {}
         self.invalid, self.called = 0, False
         arguments = {"seed": seed, "episode_id": uuid.uuid4().hex} | environment.arguments.reset
+        if server is not None:
+            server.sessions += 1
         try:
             self._call(self._client.connect)
             begun = self._call(lambda: self._client.reset(**arguments))
@@ -275,6 +301,9 @@ class OpenEnvEpisode:
     def close(self) -> None:
         with contextlib.suppress(Exception):  # the session has already ended
             self._client.close()
+        if self.server is not None:
+            self.server.sessions -= 1
+            self.server = None
 
     def _reward(self, reply: ServerReply) -> float | None:
         """Return the reward of a step, if any, and add it to the episode. Raises PluginError if it is not finite."""
@@ -307,11 +336,15 @@ class OpenEnvEpisode:
             raise PluginError(f"{OWNER}: {self.url} did not answer within {limit:g} s (step_seconds)") from error
         except Exception as error:  # the client passes on exceptions of its sockets
             text = printable(str(error)) or type(error).__name__
-            code = re.search(r"\(code: (\w+)\)$", text)
-            if rejection and code is not None and code[1] == INVALID_ACTION:
+            code = "".join(re.findall(r"\(code: (\w+)\)$", text))
+            if rejection and code == INVALID_ACTION:
                 raise ValueError(rejection) from error
+            raised = rejection and code == STEP_RAISED
+            if raised and self.environment.arguments.invalid_on_error:
+                raise ValueError(f"{rejection} {text[: text.rindex(' (code:')]}.") from error
             # A full server sends CAPACITY_REACHED and closes; it is a race whether the client reads that before.
-            is_full = "received 1000" in text if code is None else code[1] == "CAPACITY_REACHED"
-            fault = f"the connection to {self.url} is lost" if code is None else f"{self.url} answered with an error"
+            is_full = code == "CAPACITY_REACHED" or (not code and "received 1000" in text)
+            fault = f"{self.url} answered with an error" if code else f"the connection to {self.url} is lost"
             hint = ": it may be full, let it take more sessions (max_concurrent_envs)" if is_full else ""
-            raise PluginError(f"{OWNER}: {fault}{hint}: {text}") from error
+            advice = "; args.invalid_on_error = true counts such an action as invalid" if raised else ""
+            raise (ServerFull if is_full else PluginError)(f"{OWNER}: {fault}{hint}: {text}{advice}") from error

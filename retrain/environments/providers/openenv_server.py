@@ -1,7 +1,9 @@
 """Start an OpenEnv server from a command on a free loopback port; it ends with the process that started it."""
 
 import contextlib
+import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,17 +31,24 @@ _GUARD = (
 class OpenEnvServer:
     """Process of ``command``, in which ``{port}`` and ``{host}`` are replaced; PORT and HOST are also in its
     environment. Waits up to ``seconds`` until ``/health`` answers. Raises PluginError, which begins with ``owner``, if
-    the process ends or does not answer."""
+    there is no such program, the process ends or it does not answer. Programs beside this Python come before those in
+    PATH, so that an environment need not be activated. ``sessions``: open episodes, of which it takes at most
+    ``most_sessions``."""
 
     def __init__(self, command: Sequence[str], seconds: float, owner: str):
         with socket.create_server((HOST, 0)) as probe:
             port = int(probe.getsockname()[1])
         self.url = f"http://{HOST}:{port}"
-        arguments = [word.replace("{port}", str(port)).replace("{host}", HOST) for word in command]
+        self.sessions, self.most_sessions = 0, math.inf
+        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+        program = shutil.which(command[0], path=path)
+        if program is None:
+            raise PluginError(f"{owner}: there is no program {command[0]!r} to start the server with")
+        arguments = [word.replace("{port}", str(port)).replace("{host}", HOST) for word in command[1:]]
         # A file, not a pipe: a pipe that is not read fills up and blocks the server.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _GUARD, str(os.getpid()), *arguments],
+            [sys.executable, "-c", _GUARD, str(os.getpid()), program, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,

@@ -78,7 +78,7 @@ class Verifiers:
 
     def start(self, problem: Problem, seed: int) -> InvertedEpisode:
         """Begin an episode of a problem, which another process may have listed. Raises DataError if this process has
-        another task at the same row."""
+        another task at the same row, PluginError if the episode ends before the first request."""
         part, index = str(problem.metadata["part"]), int(problem.metadata["row"])
         rows = self._part(part)
         if index >= len(rows) or rows[index].digest != problem.metadata["digest"]:
@@ -86,8 +86,7 @@ class Verifiers:
                 f"environment {self.id} has another task at row {index} in each process: its data are drawn at random; "
                 "give it the argument that seeds them"
             )
-        opening = rows[index].prompt
-        return InvertedEpisode(self._inversion, self._library(part).lead(part, index), opening, seed)
+        return InvertedEpisode(self._inversion, self._library(part).lead(part, index), seed)
 
     def close(self) -> None:
         self._inversion.close()

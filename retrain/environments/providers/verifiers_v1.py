@@ -222,11 +222,17 @@ def _tolerant(hook: Hook) -> Hook:
     return tolerant
 
 
+def _without_frames(message: str) -> str:
+    """Return a message that may quote the traceback of a tool server, of which only the last line says something."""
+    before, traceback, frames = message.partition("Traceback (most recent call last):")
+    return f"{before}{frames.strip().splitlines()[-1]}" if traceback and frames.strip() else message
+
+
 def _failure(episode: Any) -> str:
     traces = episode.traces
     errors = [*episode.errors, *(error for trace in traces if not trace.ok for error in trace.errors[-1:])]
     if errors:
-        return "; ".join(f"{error.type}: {error.message}" for error in errors)
+        return "; ".join(f"{error.type}: {_without_frames(error.message)}" for error in errors)
     if not episode.ok:
         return "it failed without an error message"
     if len(traces) != 1:

@@ -80,7 +80,9 @@ def test_a_game_is_played_and_its_rewards_are_added(server):
     one.close()
     one.close()
     broken, _ = begun(environment)
-    with pytest.raises(PluginError, match=f"{server.url} answered with an error: .*invalid literal for int"):
+    with pytest.raises(
+        PluginError, match=f"{server.url} answered with an error: .*invalid literal for int.*; args.invalid_on_error"
+    ):
         send(broken, "seven")
     assert broken.result().total_reward is None
     assert "gave no reward" in (broken.result().error or "")
@@ -156,24 +158,35 @@ def test_an_mcp_environment_is_played_by_calls_of_its_tools(own):
 def test_a_server_that_dies_is_told_and_replaced(own):
     environment = own()
     (episode, _), (bystander, _) = begun(environment), begun(environment)
-    first = environment._server
+    first = episode.server
     with pytest.raises(PluginError, match=r"the connection to http://127\.0\.0\.1:\d+ is lost"):
         send(episode, "crash")
     with pytest.raises(PluginError, match="is lost"):
         send(bystander, "3")
     first.process.wait(10)
     again, digit = begun(environment)
-    assert environment._server is not first
+    assert again.server is not first
     assert send(again, str(digit)).reward == 1
 
 
-def test_a_slow_answer_and_a_full_server(own):
+def test_an_action_on_which_the_server_raises(server):
+    lenient, digit = begun(OpenEnv(url=server.url, invalid_on_error=True))
+    step = send(lenient, "seven")
+    assert step.messages[0]["content"].startswith("That is not a valid action. Server error: invalid literal for int()")
+    assert (step.done, step.reward, step.metrics) == (False, 0.0, {"invalid_actions": 1.0})
+    assert send(lenient, str(digit)).reward == 1.0
+
+
+def test_a_slow_answer_and_full_servers(own):
     environment = own("1", step_seconds=2)
-    episode, _ = begun(environment)
+    (first, _), (second, digit) = begun(environment), begun(environment)  # each with a server of its own
+    assert first.url != second.url
     with pytest.raises(PluginError, match=r"let it take more sessions \(max_concurrent_envs\)"):
-        begun(environment)
+        begun(OpenEnv(url=first.url))
     with pytest.raises(PluginError, match=r"did not answer within 2 s \(step_seconds\)"):
-        send(episode, "sleep")
+        send(first, "sleep")
+    assert send(second, str(digit)).done
+    assert begun(environment)[0].url == second.url, "a server whose session has ended is used again"
 
 
 def test_a_command_that_fails_or_never_listens():
@@ -182,6 +195,8 @@ def test_a_command_that_fails_or_never_listens():
         OpenEnvServer(broken, 30, "toy")
     with pytest.raises(PluginError, match=r"/health .* did not answer within 1 s"):
         OpenEnvServer([sys.executable, "-c", "import time; time.sleep(60)"], 1, "toy")
+    with pytest.raises(PluginError, match="there is no program 'no_such_program'"):
+        OpenEnvServer(["no_such_program"], 1, "toy")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for a parent's death is Linux's")
