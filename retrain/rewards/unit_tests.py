@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from retrain.config.tasks import TEST_COLUMNS
 from retrain.errors import DataError
@@ -106,17 +106,7 @@ def tests_of(problem: Problem) -> Tests:
     column = next((name for name in TEST_COLUMNS if columns.get(name)), None)
     if column is None:
         raise DataError(f"{problem.id}  has no tests: add a column {', '.join(TEST_COLUMNS)}, or inputs and outputs")
-    entry_point = columns.get("entry_point") or ""
-    if not isinstance(entry_point, str) or (entry_point and not entry_point.isidentifier()):
-        raise DataError(f'{problem.id}  column "entry_point" is {entry_point!r}, not the name of a function')
-    imports = columns.get("test_imports") or []
-    setup = [*(imports if isinstance(imports, list) else [imports]), columns.get("test_setup_code") or ""]
-    suite = {
-        "tests": [textwrap.dedent(text) for text in _texts(problem, column)],
-        "setup": "\n".join(map(str, setup)),
-        "helpers": code_of(prompt_text(problem)),
-        "entry_point": entry_point,
-    }
+    suite = _suite(problem, column)
     try:
         sites = Suite(**suite).sites
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -124,6 +114,19 @@ def tests_of(problem: Problem) -> Tests:
     if not sites:
         raise DataError(f'{problem.id}  column "{column}" asserts nothing, so every program would pass: add an assert')
     return Tests(suite)
+
+
+def _suite(problem: Problem, column: str) -> dict[str, Any]:
+    entry_point = problem.metadata.get("entry_point") or ""
+    if not isinstance(entry_point, str) or (entry_point and not entry_point.isidentifier()):
+        raise DataError(f'{problem.id}  column "entry_point" is {entry_point!r}, not the name of a function')
+    imports, setup = (problem.metadata.get(name) or "" for name in ("test_imports", "test_setup_code"))
+    return {
+        "tests": [textwrap.dedent(text) for text in _texts(problem, column)],
+        "setup": "\n".join(map(str, [*(imports if isinstance(imports, list) else [imports]), setup])),
+        "helpers": code_of(prompt_text(problem)),
+        "entry_point": entry_point,
+    }
 
 
 def _texts(problem: Problem, column: str) -> list[str]:

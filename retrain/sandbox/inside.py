@@ -198,27 +198,17 @@ class Interpreter:
         while not ended:
             ready = dict(poll.poll(LOOK_MS))
             now = time.monotonic()
-            if self.calls.fileno() in ready and self.hear(poll):
-                ended = "stopped"
             if self.output in ready and not text.read(self.output):
                 poll.unregister(self.output)  # the code closed its stdout and stderr
-            if self.said in ready:
-                self.speak(poll)
-            if self.tell in ready:
-                self.deliver(poll)
-            if ended:
-                break
-            if self.process in ready:
+            if self.pass_on(ready, poll):
+                ended = "stopped"
+            elif self.process in ready:
                 ended = "exit"
             elif self.done in ready:
                 ended, status = self.read_done(poll)
-            elif text.length > FLOOD or len(self.line) > FLOOD:
-                ended = "output"
-            elif now >= deadline:
-                ended = "time"
-            elif now >= look:
-                look = now + LOOK_MS / 1000
-                ended = self.check_memory(setup["memory_mb"] << 20)
+            else:
+                ended = self.exceeded(text.length, now >= deadline, now >= look)
+                look = look if now < look else now + LOOK_MS / 1000
         if ended != "done":
             status = self.end()
         else:
@@ -230,6 +220,23 @@ class Interpreter:
         if not self.alive:
             self.close()
         return {"ended": ended, "status": status, "clean": True, **text.as_json()}
+
+    def exceeded(self, printed: int, is_late: bool, measures_memory: bool) -> str:
+        """Return the limit that the code exceeds, or ""."""
+        if printed > FLOOD or len(self.line) > FLOOD:
+            return "output"
+        if is_late:
+            return "time"
+        return self.check_memory(self.setup["memory_mb"] << 20) if measures_memory else ""
+
+    def pass_on(self, ready: dict[int, int], poll: select.poll) -> bool:
+        """Pass on lines between the code and the caller. Return whether the caller stops the code."""
+        is_stopped = self.calls.fileno() in ready and self.hear(poll)
+        if self.said in ready:
+            self.speak(poll)
+        if self.tell in ready:
+            self.deliver(poll)
+        return is_stopped
 
     def hear(self, poll: select.poll) -> bool:
         """Read a frame of the caller: a line for the code, or the request to stop it. Return whether to stop."""

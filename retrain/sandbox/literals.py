@@ -23,23 +23,9 @@ def encode(value: object, depth: int = 0) -> object:
         raise NotLiteral(f"more than {DEEPEST} nested containers")
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int):
-        return int(value) if -PLAIN_INT < value < PLAIN_INT else {"int": hex(value)}
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, complex):
-        return {"complex": [encode(value.real), encode(value.imag)]}
-    if isinstance(value, dict):
-        return {"dict": [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in value.items()]}
-    for kind in (bytes, bytearray):
+    for kind, encoder in ENCODERS.items():
         if isinstance(value, kind):
-            return {kind.__name__: value.hex()}
-    for kind in (list, tuple, set, frozenset):
-        if isinstance(value, kind):
-            items = [encode(item, depth + 1) for item in value]
-            return items if kind is list else {kind.__name__: items}
+            return encoder(value, depth + 1)
     raise NotLiteral(f"the type {type(value).__name__}")
 
 
@@ -57,6 +43,19 @@ def decode(data: Any) -> Any:
     return DECODERS[tag](content)
 
 
+ENCODERS: dict[type, Callable[[Any, int], object]] = {
+    int: lambda value, _: int(value) if -PLAIN_INT < value < PLAIN_INT else {"int": hex(value)},
+    float: lambda value, _: float(value) if math.isfinite(value) else {"float": repr(float(value))},
+    str: lambda value, _: str(value),
+    complex: lambda value, depth: {"complex": [encode(value.real, depth), encode(value.imag, depth)]},
+    bytes: lambda value, _: {"bytes": value.hex()},
+    bytearray: lambda value, _: {"bytearray": value.hex()},
+    list: lambda value, depth: [encode(item, depth) for item in value],
+    tuple: lambda value, depth: {"tuple": [encode(item, depth) for item in value]},
+    set: lambda value, depth: {"set": [encode(item, depth) for item in value]},
+    frozenset: lambda value, depth: {"frozenset": [encode(item, depth) for item in value]},
+    dict: lambda value, depth: {"dict": [[encode(key, depth), encode(item, depth)] for key, item in value.items()]},
+}
 DECODERS: dict[str, Callable[[Any], object]] = {
     "int": lambda text: int(text, 16),
     "float": lambda text: float(str(text)),

@@ -9,11 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import rows_of, run_cli, toy_toml, toy_world, train
 from helpers.mutation import mutated
 
 from retrain.config import tasks
 from retrain.data.sources import human_eval_problems
 from retrain.errors import DataError
+from retrain.files import read_jsonl
 from retrain.rewards import build_grader, unit_tests
 from retrain.rewards.unit_tests import UnitTestReward, program_of
 from retrain.sandbox import literals, sandbox
@@ -318,6 +320,48 @@ def test_without_code_in_the_prompt_the_answer_is_the_program():
 def test_faulty_tests_are_named(columns, message):
     with pytest.raises(DataError, match=message):
         unit_tests.tests_of(Problem("file.jsonl:7", "?", "", (), columns))
+
+
+# -- in training --------------------------------------------------------------------------------------------------
+
+
+def write_campaign(folder, rows, **reward):
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections = {"data": {"source": str(folder / "tasks.jsonl")}, "training": {"max_steps": 1, "batch_size": 2}}
+    sections["reward"] = {"type": "unit_tests", "custom_module": None, "workers": None, "timeout_s": 2.0, **reward}
+    model = toy_world(folder).parent / "model"
+    (folder / "run.toml").write_text(toy_toml(model, **sections, logging={"rollouts_every": 1}))
+    return folder / "run.toml"
+
+
+@needs_sandbox
+def test_training_records_what_programs_did(tmp_path):
+    rows = [{"prompt": f"1{n}", "tests": ["assert add(1, 2) == 3"], "entry_point": "add"} for n in range(4)]
+    train(write_campaign(tmp_path, rows), tmp_path / "out")
+    (row,) = rows_of(tmp_path / "out")
+    shares = [row[f"tests/{name}"] for name in ("passed", "timeout", "crash", "syntax_error")]
+    assert shares == [row[f"rewards/tests/{name}/mean"] for name in ("passed", "timeout", "crash", "syntax_error")]
+    assert (row["reward_failed"], row["tests/passed"]) == (0, 0.0)
+    lines = read_jsonl(tmp_path / "out" / "train_iteration_000000_rollout_summaries.jsonl")
+    assert all(line["steps"][-1]["logs"] for line in lines)
+    page = (tmp_path / "out" / "train_iteration_000000.html").read_text()
+    assert "does not define add" in page or "SyntaxError" in page
+
+
+@needs_sandbox
+def test_a_faulty_row_is_an_error_of_check_with_file_and_line(tmp_path):
+    rows = [{"prompt": "1", "tests": ["assert f() == 1"]}, {"prompt": "2", "tests": "assert f("}]
+    result = run_cli("check", write_campaign(tmp_path, rows))
+    assert result.exit_code == 2
+    assert 'tasks.jsonl:2  column "tests" is not Python' in result.output
+    result = run_cli("check", write_campaign(tmp_path, rows[:1] * 2, test_memory_mb=8))
+    assert (result.exit_code, "test_memory_mb" in result.output) == (2, True)
+
+
+def test_keys_of_programs_have_no_effect_with_other_rewards(tmp_path):
+    path = write_campaign(tmp_path, [{"prompt": "1", "answer": "1"}], type="match", test_credit="all", timeout_s=None)
+    result = run_cli("check", path)
+    assert (result.exit_code, "test_credit" in result.output) == (2, True)
 
 
 # -- HumanEval ----------------------------------------------------------------------------------------------------
