@@ -293,9 +293,9 @@ class RewardSection(GraderKeys, role=Role.LEARNS):
         Role.SPEED,
     ] = 8
     """Batch size of a `reward_model`: answers to one problem that it scores at once."""
-    test_credit: Annotated[Literal["share", "all"], WHERE_TESTED] = "share"
+    tests_credit: Annotated[Literal["share", "all"], WHERE_TESTED] = "share"
     """Reward of `unit_tests`: the share of passed tests, or 1 only if all pass."""
-    test_memory_mb: Annotated[int, Field(ge=64), WHERE_TESTED] = 512
+    tests_memory_mb: Annotated[int, Field(ge=64), WHERE_TESTED] = 512
     """Memory limit of a program under `unit_tests`, in MiB."""
     overlong_tokens: Natural = 0
     """Soft penalty of long answers in training (DAPO): over the last `overlong_tokens` of `max_tokens` the reward falls
@@ -322,7 +322,7 @@ class RewardSection(GraderKeys, role=Role.LEARNS):
     def grading(self) -> str:
         """All settings that affect grades, as text. It names files, so later keys are left out at their default."""
         excluded = {key for key, role in self.roles().items() if role == Role.RECORDS}
-        later = ("test_credit", "test_memory_mb")
+        later = ("tests_credit", "tests_memory_mb")
         excluded |= {key for key in later if getattr(self, key) == type(self).model_fields[key].default}
         return self.model_dump_json(exclude=excluded)
 

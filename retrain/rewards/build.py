@@ -148,7 +148,7 @@ def _reward(
     if part.type == "format":
         return FormatReward()
     if part.type == "unit_tests":
-        return UnitTestReward(timeout_s, section.test_memory_mb, section.test_credit)
+        return UnitTestReward(timeout_s, section.tests_memory_mb, section.tests_credit)
     if part.type == "math":
         return MathReward(workers, timeout_s, part.strict, table)
     if part.type in tasks.JUDGED and part.judge_model:

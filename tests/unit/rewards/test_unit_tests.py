@@ -204,7 +204,7 @@ def test_the_reward_is_the_share_of_passed_tests_or_all_or_nothing():
     half = "def add(a, b):\n    return 3 if a == 1 else 0\n"
     problem = Problem("p", "?", "", (), {"test_list": ADD_TESTS[:2], "test_setup_code": "import math"})
     for credit, paid in (("share", 0.5), ("all", 0.0)):
-        section = tasks.RewardSection.model_validate({"type": "unit_tests", "test_credit": credit})
+        section = tasks.RewardSection.model_validate({"type": "unit_tests", "tests_credit": credit})
         with build_grader(section) as grader:
             result, right = grader.grade([(problem, half), (problem, ADD)])
         assert (result.total_reward, result.correct, result.sample_metrics["tests/passed"]) == (paid, False, 0.5)
@@ -354,14 +354,14 @@ def test_a_faulty_row_is_an_error_of_check_with_file_and_line(tmp_path):
     result = run_cli("check", write_campaign(tmp_path, rows))
     assert result.exit_code == 2
     assert 'tasks.jsonl:2  column "tests" is not Python' in result.output
-    result = run_cli("check", write_campaign(tmp_path, rows[:1] * 2, test_memory_mb=8))
-    assert (result.exit_code, "test_memory_mb" in result.output) == (2, True)
+    result = run_cli("check", write_campaign(tmp_path, rows[:1] * 2, tests_memory_mb=8))
+    assert (result.exit_code, "tests_memory_mb" in result.output) == (2, True)
 
 
 def test_keys_of_programs_have_no_effect_with_other_rewards(tmp_path):
-    path = write_campaign(tmp_path, [{"prompt": "1", "answer": "1"}], type="match", test_credit="all", timeout_s=None)
+    path = write_campaign(tmp_path, [{"prompt": "1", "answer": "1"}], type="match", tests_credit="all", timeout_s=None)
     result = run_cli("check", path)
-    assert (result.exit_code, "test_credit" in result.output) == (2, True)
+    assert (result.exit_code, "tests_credit" in result.output) == (2, True)
 
 
 # -- HumanEval ----------------------------------------------------------------------------------------------------
