@@ -44,6 +44,7 @@ REQUIREMENTS = {
     "updates": "with several updates",
     "dynamic": "with `dynamic_sampling`",
     "tools": "with tools",
+    "unit_tests": "with `unit_tests`",
     "episodes": "with `[environment]`",
     "evaluation": "with evaluation",
     "weights": "with a gtpo transform",

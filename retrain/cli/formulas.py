@@ -16,6 +16,11 @@ REWARDS = {
     "format": "1 where an answer is marked (a closed box, or the data set's own ####), else 0",
 }
 
+TESTS = {
+    "share": "the share of passed tests of the program in the answer, run in a sandbox",
+    "all": "1 where the program in the answer, run in a sandbox, passes all tests, else 0",
+}
+
 DIVISORS = {
     "tokens": "all tokens",
     "sequences": "each completion's length and their number",
@@ -208,17 +213,17 @@ def reward_text(config: Config) -> str:
             name = part.shown_name
             moved = f"({name} {'+' if part.offset > 0 else '−'} {abs(part.offset):g})" if part.offset else name
             sums.append(f"{part.weight:g} × {moved}")
-            texts.append(f"{name}: {_grader_text(part)}")
+            texts.append(f"{name}: {_grader_text(part, reward.tests_credit)}")
         text = f"{' + '.join(sums)}; {'; '.join(texts)}"
     else:
-        text = f"{reward.name or reward.type}: {_grader_text(reward)}"
+        text = f"{reward.name or reward.type}: {_grader_text(reward, reward.tests_credit)}"
     kinds = {reward.type, *(part.type for part in reward.components)}
     if kinds & {"math", *JUDGED, "custom"}:
         text += f"; at most {reward.timeout_s:g} s for an answer, {reward.workers} at once"
     return text
 
 
-def _grader_text(grader: RewardSection | RewardComponent) -> str:
+def _grader_text(grader: RewardSection | RewardComponent, tests_credit: str) -> str:
     judge = f"the model {grader.judge_model} at {grader.judge_url or 'its own address'}"
     if grader.type == "judge":
         return f"0 to 1, as {judge} says"
@@ -234,5 +239,7 @@ def _grader_text(grader: RewardSection | RewardComponent) -> str:
         return f"your own {' + '.join(functions)} of {grader.custom_module}"
     if grader.type == "reward_model":
         return f"the score that the reward model {grader.reward_model} gives to problem and answer"
+    if grader.type == "unit_tests":
+        return TESTS[tests_credit]
     answer = "the marked answer" if grader.strict else "the marked answer, or else the last number or line,"
     return REWARDS[grader.type].format(answer=answer)

@@ -29,7 +29,7 @@ from retrain.config.evaluation import (
     whole_evaluations,
 )
 from retrain.config.machine import BackendSection, Inference, Ray, Slurm
-from retrain.config.tasks import Audit, Data, EnvironmentSection, RewardComponent, RewardSection
+from retrain.config.tasks import TESTED, Audit, Data, EnvironmentSection, RewardComponent, RewardSection
 from retrain.config.training import CriticSection, Lora, Model, Optimizer, Sampling, Training
 
 
@@ -122,8 +122,15 @@ class Config(Section):
         return tuple(name for _, each in self.graders if each.type == "reward_model" and (name := each.reward_model))
 
     @property
-    def rubric_columns(self) -> tuple[str, ...]:
-        return tuple(sorted({column for _, each in self.graders if (column := each.rubric_column)}))
+    def tested(self) -> bool:
+        """True if a grader runs programs against unit tests."""
+        return any(each.type == "unit_tests" for _, each in self.graders)
+
+    @property
+    def graded_columns(self) -> tuple[str, ...]:
+        """Columns besides the answer that decide grades: criteria of rubrics, and tests."""
+        rubrics = sorted({column for _, each in self.graders if (column := each.rubric_column)})
+        return (*rubrics, *(TESTED if self.tested else ()))
 
     @property
     def evaluated(self) -> tuple[HeldOut, ...]:

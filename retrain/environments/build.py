@@ -20,6 +20,7 @@ from retrain.rewards import Grader
 from retrain.rewards.base import CompletionText
 from retrain.rewards.custom import columns_of
 from retrain.rewards.judge import Criterion, criteria_of
+from retrain.rewards.unit_tests import tests_of
 from retrain.tokenizer import LightTokenizer, light_tokenizer
 from retrain.types import CORRECT_ABOVE, Action, Problem, RewardResult, with_correctness
 
@@ -71,6 +72,7 @@ def data_of(config: Config, folder: Path) -> Dataset:
     wanted = [HeldOutRequest(each.name, each.problems, each.data) for each in config.held_out]
     data = load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
     check_rubrics(data, config)
+    check_tests(data, config)
     return data
 
 
@@ -88,6 +90,12 @@ def check_rubrics(data: Dataset, config: Config) -> None:
                     f"[{table}] rubric_column = {grader.rubric_column!r}, problem {problem.id}: {error}; its columns "
                     f"are {', '.join(map(repr, problem.metadata)) or 'none'}"
                 ) from error
+
+
+def check_tests(data: Dataset, config: Config) -> None:
+    """Raise DataError for the first problem whose tests are missing or malformed, if a grader runs programs."""
+    for problem in (problem for part, _ in parts_of(data, config) for problem in part if config.tested):
+        tests_of(problem)
 
 
 def missing_column(columns: Sequence[str], data: Dataset, config: Config) -> str:

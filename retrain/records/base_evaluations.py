@@ -115,7 +115,10 @@ def _facts(rollout: Rollout) -> Row:
         }
         for turn in rollout.turns
     ]
-    return {"turns": turns, "reward": asdict(rollout.reward), "ended": rollout.ended}
+    reward = asdict(rollout.reward)
+    if not reward["logs"]:
+        del reward["logs"]
+    return {"turns": turns, "reward": reward, "ended": rollout.ended}
 
 
 def _rollout(prompt: Prompt, facts: Row, columns: Iterator[Tokens]) -> Rollout:

@@ -371,6 +371,13 @@ SECTIONS: dict[str, list[Metric]] = {
             requires="tools"),
     _metric("tools/tool_time", "in tools, over all processes", "s", requires="tools"),
 ],
+"Programs": [replace(metric, requires="unit_tests") for metric in (
+    _metric("tests/passed", "share of passed tests of a program, mean over programs", "share", "rising"),
+    _metric("tests/timeout", "share of programs that took longer than `timeout_s`", "share", "near 0"),
+    _metric("tests/crash", "share of programs that ended early, exceeded another limit, or raised an error that no "
+            "test expected", "share"),
+    _metric("tests/syntax_error", "share of answers that are not valid Python", "share", "falling to 0"),
+)],
 "Back pressure": [
     _metric("bp_action", "hold, increase or throttle; off without back pressure", wandb="train/backpressure/action"),
     _metric("bp_regime", "warmup, optimal, retrograde, memory_bound or compute_bound; off without back pressure",

@@ -47,6 +47,7 @@ class RunContext:
             "evaluation": config.held_out,
             "episodes": config.environment.hosted,
             "tools": config.environment.tools,
+            "unit_tests": config.tested,
             "updates": config.training.several_updates,
             "critic": algorithm.critic,
             "ahead": config.training.max_off_policy_steps,

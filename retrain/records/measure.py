@@ -203,6 +203,7 @@ def _values(record: StepRecord, context: RunContext, totals: Totals, samples: Sa
         **_rewards(samples, context),
         **(_episodes(record.groups) if "episodes" in features else {}),
         **(_tools(samples) if "tools" in features else {}),
+        **(_programs(samples) if "unit_tests" in features else {}),
         **_spread("advantage_{}", samples.advantage_N[samples.trained_N]),
         **_policy(record, context, samples),
         **_credit(record, context),
@@ -296,6 +297,11 @@ def _tools(samples: Samples) -> Row:
         "tools/tool_success_rate": 1 - sums["tool_errors"] / calls if calls else None,
         "tools/tool_time": sums["tool_time"],
     }
+
+
+def _programs(samples: Samples) -> Row:
+    names = ("passed", "timeout", "crash", "syntax_error")
+    return {f"tests/{name}": mean(samples.parts.get(f"tests/{name}", np.zeros(0))) for name in names}
 
 
 def _general(record: StepRecord, context: RunContext, samples: Samples, totals: Totals) -> Row:

@@ -114,6 +114,7 @@ CAUSES = {
     "rubric": "a judge that cannot be reached, or that does not say of every criterion whether it is met",
     "custom": "a reward function that raises, returns no number or takes longer than [reward] timeout_s",
     "reward_model": "a conversation longer than the reward model's context, or a score that is not finite",
+    "unit_tests": "a sandbox that cannot be started",
     "math": "answers that take longer than [reward] timeout_s to compare",
 }
 

@@ -142,6 +142,7 @@ def _turn_rows(rollout: CreditedRollout) -> list[Row]:
     last["reward"] = None if reward.total_reward is None else reward.total_reward - earlier
     last["episode_done"] = True
     last["metrics"] |= metrics_of(reward)
+    last["logs"] |= reward.logs
     if reward.error:
         last["logs"]["error"] = reward.error[:500]
     return rows
@@ -269,6 +270,9 @@ def _group_body(group: Group, limit: int, weights: Mapping[str, tuple[float, flo
             node("div", "answer", escape(f"Reference answer: {cut(group.prompt.problem.answer, LEAST_CHARACTERS)}")),
             node("div", "reward", escape(graded)),
             _breakdown_table(reward, weights),
+        ]
+        parts += [
+            node("p", "lt-p", escape(f"{name}: {cut(text, LEAST_CHARACTERS)}")) for name, text in reward.logs.items()
         ]
         if reward.error:
             parts.append(node("p", "lt-p", escape(f"Not graded: {cut(reward.error, LEAST_CHARACTERS)}")))

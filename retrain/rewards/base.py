@@ -87,6 +87,7 @@ def checked(value: object) -> RewardResult:
     if fault := _faulty_numbers(result):
         return failed(fault)
     result.tags, result.audit_error = tuple(str(tag) for tag in result.tags), None
+    result.logs = {str(name): str(text) for name, text in dict(result.logs).items()}
     result.correct, result.format_ok = (None if f is None else bool(f) for f in (result.correct, result.format_ok))
     if result.total_reward is None and result is value:
         result.error = printable(result.error or "the reward returned no total_reward")
@@ -139,6 +140,7 @@ def weighted_sum(parts: Sequence[tuple[str, float, float, RewardResult]]) -> Rew
     for name, _, _, part in parts:
         _add_numbers(total, name, part)
     total.tags = tuple(dict.fromkeys(tag for part in results for tag in part.tags))
+    total.logs = {name: text for part in results for name, text in part.logs.items()}
     return total
 
 

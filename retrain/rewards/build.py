@@ -16,6 +16,7 @@ from retrain.rewards.endpoint import JudgeEndpoint
 from retrain.rewards.judge import Criterion, JudgeReward, RubricReward
 from retrain.rewards.reward_model import RewardModelReward
 from retrain.rewards.symbolic import MathReward
+from retrain.rewards.unit_tests import UnitTestReward
 from retrain.types import CORRECT_ABOVE, RewardResult, with_correctness
 
 
@@ -146,6 +147,8 @@ def _reward(
     workers, timeout_s = section.workers, section.timeout_s
     if part.type == "format":
         return FormatReward()
+    if part.type == "unit_tests":
+        return UnitTestReward(timeout_s, section.tests_memory_mb, section.tests_credit)
     if part.type == "math":
         return MathReward(workers, timeout_s, part.strict, table)
     if part.type in tasks.JUDGED and part.judge_model:

@@ -7,6 +7,10 @@ because it is process 1 of its namespace. When its stdin closes, this process ex
 
 With ``keep_state`` one fork runs all calls, and its processes are stopped between calls; without it they are killed
 when the call ends.
+
+With ``modules`` the code may exchange lines with the caller of the sandbox. It reads them from descriptor ``HEARD`` and
+writes them to ``SAID``, which are new pipes for each call. This process passes on one line of the code for each line
+that it is sent, so that code which floods the pipe only blocks itself.
 """
 
 import ast
@@ -25,7 +29,8 @@ import sys
 import time
 import traceback
 import types
-from typing import Any, BinaryIO, NoReturn, TypedDict
+from io import FileIO
+from typing import Any, NoReturn, TypedDict
 
 HEADER = struct.Struct(">I")
 LOOK_MS = 25  # interval of memory measurements
@@ -34,12 +39,14 @@ FRAMES = 8  # innermost frames of a traceback that are printed
 FILE_BYTES = 1024  # approximate kernel memory of a file besides its content
 FILES = 256  # limit of open files per process
 WRITABLE = ("/tmp", "/dev/shm")
+HEARD, SAID = 100, 101  # descriptors of the code's lines, above those that code opens by itself
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
-class Setup(TypedDict):  # First frame: two fields of its own and those of ``SandboxLimits``
+class Setup(TypedDict):  # First frame: three fields of its own and those of ``SandboxLimits``
     keep_state: bool
+    modules: dict[str, str]  # Source texts by name, imported before the first call
     uids: list[int]  # Switch to the first of these users that exists; []: stay
     timeout_s: float
     memory_mb: int
@@ -49,7 +56,7 @@ class Setup(TypedDict):  # First frame: two fields of its own and those of ``San
 
 
 def main() -> None:
-    calls, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    calls, replies = FileIO(os.dup(0)), os.dup(1)  # unbuffered, because it is polled
     setup = receive(calls)
     if setup is None:
         return
@@ -60,16 +67,21 @@ def main() -> None:
     os.close(null)
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore
     sys.path.insert(0, "/tmp")
+    for name, source in setup["modules"].items():
+        sys.modules[name] = types.ModuleType(name)
+        exec(compile(source, f"<{name}>", "exec"), sys.modules[name].__dict__)
     clean = contents()
     gc.freeze()  # otherwise a garbage collection in a fork would copy all memory pages of this process
     interpreter = None
     send(replies, {"ready": True})
     while (call := receive(calls)) is not None:
+        if "code" not in call:  # sent to code that had ended meanwhile
+            continue
         deadline = time.monotonic() + setup["timeout_s"]
         if interpreter is None:
-            interpreter = Interpreter(setup["keep_state"], (calls.fileno(), replies))
+            interpreter = Interpreter(setup, calls, replies)
         interpreter.order(call["code"])
-        reply = interpreter.watch(deadline, setup, calls.fileno())
+        reply = interpreter.watch(deadline)
         if not interpreter.alive:
             interpreter = None
             reply["clean"] = contents() == clean
@@ -128,26 +140,35 @@ def prctl(option: int, value: int) -> None:
 class Interpreter:
     """A fork that runs the policy's code: a single call, or with ``keep_state`` call after call."""
 
-    def __init__(self, keep_state: bool, private: tuple[int, ...]):
+    def __init__(self, setup: Setup, calls: FileIO, replies: int):
+        self.setup, self.calls, self.replies = setup, calls, replies
         self.alive, self.status = True, 0
         self.output, theirs = os.pipe()
         orders, self.orders = os.pipe()
         self.done, done = os.pipe()
+        heard, self.tell = os.pipe()
+        self.said, said = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            for descriptor in (*private, self.output, self.orders, self.done):
+            for descriptor in (calls.fileno(), replies, self.output, self.orders, self.done, self.tell, self.said):
                 os.close(descriptor)
             for descriptor in (1, 2):
                 os.dup2(theirs, descriptor)
-            os.close(theirs)
+            if setup["modules"]:
+                os.dup2(heard, HEARD)
+                os.dup2(said, SAID)
+            for descriptor in (theirs, heard, said):
+                os.close(descriptor)
             prctl(PR_SET_DUMPABLE, 1)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            serve(orders, done, keep_state)
-        for descriptor in (theirs, orders, done):
+            serve(orders, done, setup["keep_state"])
+        for descriptor in (theirs, orders, done, heard, said):
             os.close(descriptor)
         # Readable for poll() once the process has ended.
         self.process = os.pidfd_open(self.pid)
-        os.set_blocking(self.output, False)
+        for descriptor in (self.output, self.tell, self.said):
+            os.set_blocking(descriptor, False)
+        self.line, self.untold, self.may_speak = b"", b"", True  # Bytes from the code, bytes for it, whose turn it is
 
     def order(self, code: str) -> None:
         """Run ``code`` in the fork; processes that were stopped after an earlier call continue."""
@@ -157,37 +178,37 @@ class Interpreter:
         with contextlib.suppress(BrokenPipeError):  # the fork was killed meanwhile: watch() reports that
             send(self.orders, code)
 
-    def watch(self, deadline: float, setup: Setup, calls: int) -> dict[str, object]:
+    def watch(self, deadline: float) -> dict[str, object]:
         """Wait until the code given to ``order`` ends or exceeds a limit. Return its output, its exit ``status`` and,
-        as ``ended``, ``done``, ``exit`` (the interpreter ended) or the limit (``time``, ``memory``, ``output``).
+        as ``ended``, ``done``, ``exit`` (the interpreter ended), ``stopped`` (by the caller) or the limit (``time``,
+        ``memory``, ``output``). Meanwhile pass on lines between the code and the caller.
 
-        ``calls`` is the descriptor from which calls are read: when its other end is closed, this process exits, and
-        with it the sandbox.
+        When the caller closes its end of ``calls``, this process exits, and with it the sandbox.
         """
+        setup = self.setup
         text, ended, status = Excerpt(setup["output_characters"]), "", 0
         poll = select.poll()
-        for descriptor in (self.output, self.done, self.process):
+        for descriptor in (self.output, self.process, self.calls.fileno()):
             poll.register(descriptor, select.POLLIN)
-        poll.register(calls, 0)
+        if setup["keep_state"]:  # otherwise code could claim to be done, and live on to see the next call
+            poll.register(self.done, select.POLLIN)
+        if setup["modules"]:
+            poll.register(self.said, select.POLLIN)
         look = time.monotonic() + LOOK_MS / 1000
         while not ended:
             ready = dict(poll.poll(LOOK_MS))
             now = time.monotonic()
-            if calls in ready:
-                os._exit(0)
             if self.output in ready and not text.read(self.output):
                 poll.unregister(self.output)  # the code closed its stdout and stderr
-            if self.process in ready:
+            if self.pass_on(ready, poll):
+                ended = "stopped"
+            elif self.process in ready:
                 ended = "exit"
             elif self.done in ready:
                 ended, status = self.read_done(poll)
-            elif text.length > FLOOD:
-                ended = "output"
-            elif now >= deadline:
-                ended = "time"
-            elif now >= look:
-                look = now + LOOK_MS / 1000
-                ended = self.check_memory(setup["memory_mb"] << 20)
+            else:
+                ended = self.exceeded(text.length, now >= deadline, now >= look)
+                look = look if now < look else now + LOOK_MS / 1000
         if ended != "done":
             status = self.end()
         else:
@@ -195,12 +216,70 @@ class Interpreter:
                 os.kill(-1, signal.SIGSTOP)  # nothing but this process runs between calls
         while text.length <= FLOOD and text.read(self.output):
             pass
+        self.speak(poll)  # the line that the code wrote just before it ended
         if not self.alive:
             self.close()
         return {"ended": ended, "status": status, "clean": True, **text.as_json()}
 
+    def exceeded(self, printed: int, is_late: bool, measures_memory: bool) -> str:
+        """Return the limit that the code exceeds, or ""."""
+        if printed > FLOOD or len(self.line) > FLOOD:
+            return "output"
+        if is_late:
+            return "time"
+        return self.check_memory(self.setup["memory_mb"] << 20) if measures_memory else ""
+
+    def pass_on(self, ready: dict[int, int], poll: select.poll) -> bool:
+        """Pass on lines between the code and the caller. Return whether the caller stops the code."""
+        is_stopped = self.calls.fileno() in ready and self.hear(poll)
+        if self.said in ready:
+            self.speak(poll)
+        if self.tell in ready:
+            self.deliver(poll)
+        return is_stopped
+
+    def hear(self, poll: select.poll) -> bool:
+        """Read a frame of the caller: a line for the code, or the request to stop it. Return whether to stop."""
+        frame = receive(self.calls)
+        if frame is None:
+            os._exit(0)
+        if "tell" in frame:
+            self.untold += frame["tell"].encode() + b"\n"
+            self.deliver(poll)
+            self.may_speak = True
+            poll.register(self.said, select.POLLIN)
+            self.speak(poll)  # a line may have been read before
+        return "stop" in frame
+
+    def deliver(self, poll: select.poll) -> None:
+        """Write bytes for the code without blocking. Poll for room in the pipe if some are left."""
+        poll.register(self.tell, select.POLLOUT)
+        try:
+            self.untold = self.untold[os.write(self.tell, self.untold) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:  # the code closed the pipe
+            self.untold = b""
+        if not self.untold:
+            poll.unregister(self.tell)
+
+    def speak(self, poll: select.poll) -> None:
+        """Read the code's bytes without blocking. If it is its turn and a line is complete, pass the line on."""
+        data = b"-"
+        with contextlib.suppress(BlockingIOError):
+            while data and len(self.line) <= FLOOD and b"\n" not in self.line:
+                data = os.read(self.said, 1 << 16)
+                self.line += data
+        if self.may_speak and b"\n" in self.line:
+            line, _, self.line = self.line.partition(b"\n")
+            self.may_speak = False
+            send(self.replies, {"said": line.decode("utf-8", "replace")})
+        if not data or not self.may_speak:
+            poll.register(self.said, 0)  # known to poll(), so that unregister() does not raise
+            poll.unregister(self.said)
+
     def close(self) -> None:
-        for descriptor in (self.output, self.done, self.orders, self.process):
+        for descriptor in (self.output, self.done, self.orders, self.process, self.tell, self.said):
             os.close(descriptor)
 
     def read_done(self, poll: select.poll) -> tuple[str, int]:
@@ -234,7 +313,7 @@ def serve(orders: int, done: int, keep_state: bool) -> NoReturn:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     number, pid = 0, os.getpid()
-    stream = os.fdopen(orders, "rb")
+    stream = FileIO(orders)
     while (code := receive(stream)) is not None:
         number += 1
         status = execute(code, module.__dict__, f"<code {number}>" if keep_state else "<code>")
@@ -345,11 +424,18 @@ def contents() -> list[tuple[str, int, list[str]]]:
     return [(path, os.stat(path).st_mode, sorted(os.listdir(path))) for path in WRITABLE]
 
 
-def receive(stream: BinaryIO) -> Any:
-    header = stream.read(HEADER.size)
-    size = HEADER.unpack(header)[0] if len(header) == HEADER.size else 0
-    payload = stream.read(size)
-    return json.loads(payload) if size and len(payload) == size else None
+def receive(stream: FileIO) -> Any:
+    header = read_bytes(stream, HEADER.size)
+    payload = read_bytes(stream, HEADER.unpack(header)[0]) if header else b""
+    return json.loads(payload) if payload else None
+
+
+def read_bytes(stream: FileIO, size: int) -> bytes:
+    """Return ``size`` bytes, or b"" if the stream ends before."""
+    data = b""
+    while len(data) < size and (part := stream.read(size - len(data))):
+        data += part
+    return data if len(data) == size else b""
 
 
 def send(descriptor: int, value: object) -> None:

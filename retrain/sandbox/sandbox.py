@@ -26,8 +26,10 @@ import sys
 import sysconfig
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
@@ -67,7 +69,9 @@ class SandboxLimits(BaseModel):
 @dataclass(frozen=True)
 class SandboxOutcome:
     output: str  # The middle is left out if it is too long
-    ended: str  # By itself: ``exit``, ``done``; limits: ``time``, ``memory``, ``output``; no reply: ``lost``
+    # By itself: ``exit``, ``done``; by the caller: ``stopped``; limits: ``time``, ``memory``, ``output``; no reply:
+    # ``lost``
+    ended: str
     status: int  # Exit status, negative for a signal
     fresh: bool  # Ran in a new sandbox, without state of earlier calls
 
@@ -171,32 +175,74 @@ class Sandbox:
     The sandbox's process starts with the first call. The next call starts a new one if a call was stopped by a limit,
     left files behind or, with ``keep_state``, ended the interpreter. Not thread-safe; the kernel kills the sandbox when
     the thread that started it ends.
+
+    ``modules``: source texts of modules by name, which are imported before the first call. With them, code may exchange
+    lines with the caller, in turns (``inside.py``): after ``begin``, ``listen`` returns the code's first line or the
+    outcome, and after each line ``tell`` answers it or ``stop`` ends the code.
     """
 
-    def __init__(self, limits: SandboxLimits, keep_state: bool = False, way: Launch | None = None):
-        self.limits, self.keep_state = limits, keep_state
+    def __init__(
+        self,
+        limits: SandboxLimits,
+        keep_state: bool = False,
+        way: Launch | None = None,
+        modules: Mapping[str, str] = MappingProxyType({}),
+    ):
+        self.limits, self.keep_state, self.modules = limits, keep_state, dict(modules)
         self.way = launch() if way is None else way
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._fresh, self._deadline = True, 0.0
 
     def run(self, code: str) -> SandboxOutcome:
         """Run ``code``. Raises SandboxFailed if no sandbox starts."""
-        fresh = self._process is None
+        self.begin(code)
+        return self._outcome()
+
+    def begin(self, code: str) -> None:
+        """Start ``code``. Raises SandboxFailed if no sandbox starts."""
+        self._fresh = self._process is None
         try:
-            if fresh:
+            if self._fresh:
                 self._start()
-            reply = self._ask({"code": code}, self.limits.timeout_s + GRACE_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+        self._deadline = time.monotonic() + self.limits.timeout_s + GRACE_SECONDS
+        self._send({"code": code})
+
+    def listen(self) -> str | SandboxOutcome:
+        """Return the next line of the code, or the outcome if it has ended."""
+        try:
+            reply = self._receive(self._deadline - time.monotonic())
         except BaseException:  # interrupted before the reply: the next call must not read this one's
             self.close()
             raise
         if not isinstance(reply, dict):
             self.close()
-            return SandboxOutcome("", "lost", 0, fresh)
+            return SandboxOutcome("", "lost", 0, self._fresh)
+        if "said" in reply:
+            return reply["said"]
         ended = reply["ended"]
-        if not reply["clean"] or ended not in ("exit", "done") or (self.keep_state and ended == "exit"):
+        by_itself = ended in ("exit", "done", "stopped")
+        if not reply["clean"] or not by_itself or (self.keep_state and ended == "exit"):
             self.close()
         note = f"\n[{reply['left_out']} characters left out]\n" if reply["left_out"] else ""
-        return SandboxOutcome(reply["head"] + note + reply["tail"], ended, reply["status"], fresh)
+        return SandboxOutcome(reply["head"] + note + reply["tail"], ended, reply["status"], self._fresh)
+
+    def tell(self, line: str) -> None:
+        """Send a line to the code, which ``listen`` has returned a line of."""
+        self._send({"tell": line})
+
+    def stop(self) -> SandboxOutcome:
+        """Kill the code's processes and return the outcome."""
+        self._send({"stop": True})
+        return self._outcome()
+
+    def _outcome(self) -> SandboxOutcome:
+        while isinstance(heard := self.listen(), str):
+            pass
+        return heard
 
     def close(self) -> None:
         if self._finalizer is not None:
@@ -229,26 +275,23 @@ class Sandbox:
         self._process, self._finalizer = process, weakref.finalize(self, _end, process)
         # Two candidates: in a container few user numbers may exist.
         uids = [OWN_USERS + process.pid, 20_000 + process.pid % 40_000] if self.way.user == "root" else []
-        setup = {"keep_state": self.keep_state, "uids": uids, **self.limits.model_dump()}
-        if self._ask(setup, START_SECONDS) != {"ready": True}:
+        setup = {"keep_state": self.keep_state, "uids": uids, "modules": self.modules, **self.limits.model_dump()}
+        self._send(setup)
+        if self._receive(START_SECONDS) != {"ready": True}:
             process.kill()
             output = process.stderr.read(4096).decode(errors="replace") if process.stderr else ""
             reason = (output.strip().splitlines() or [f"it was not ready after {START_SECONDS:g} s"])[-1]
             raise SandboxFailed(f"a sandbox does not start: {reason}")
 
-    def _ask(self, value: object, seconds: float) -> Any:
-        """Send a frame and return the reply; None after ``seconds``, or if the sandbox has ended."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            send(self._process.stdin.fileno(), value)
-        except BrokenPipeError:
-            return None
-        return self._receive(seconds)
+    def _send(self, value: object) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended: there will be no reply
+                send(self._process.stdin.fileno(), value)
 
     def _receive(self, seconds: float) -> Any:
-        assert self._process is not None
-        assert self._process.stdout is not None
+        """Return the next frame; None after ``seconds``, or if the sandbox has ended."""
+        if self._process is None or self._process.stdout is None:
+            return None
         descriptor, received = self._process.stdout.fileno(), bytearray()
         deadline, size = time.monotonic() + seconds, HEADER.size
         with selectors.DefaultSelector() as selector:

@@ -21,6 +21,7 @@ REFUSED = {
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
     "io_uring_setup": (425, 425),
+    "ioprio_set": (251, 30),
     "kcmp": (312, 272),
     "kexec_file_load": (320, 294),
     "kexec_load": (246, 104),
@@ -42,8 +43,13 @@ REFUSED = {
     "ptrace": (101, 117),
     "quotactl": (179, 60),
     "request_key": (249, 218),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
     "semget": (64, 190),
     "setns": (308, 268),
+    "setpriority": (141, 140),
     "shmget": (29, 194),
     "swapon": (167, 224),
     "syslog": (103, 116),
@@ -51,7 +57,7 @@ REFUSED = {
     "unshare": (272, 97),
     "userfaultfd": (323, 282),
 }
-CLONE, CLONE3, SOCKET = (56, 220), (435, 435), (41, 198)
+CLONE, CLONE3, PRLIMIT, SOCKET = (56, 220), (435, 435), (302, 261), (41, 198)
 FAMILIES = (1, 2, 10)  # allowed sockets: Unix, IPv4 and IPv6, which reach no network; others may reach the host
 NEW_NAMESPACES = 0x7E020000  # flags of clone() that create a namespace
 EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
@@ -79,6 +85,11 @@ def seccomp_program(machine: str) -> bytes:
         (equal, 0, 4, CLONE[column]),
         (load, 0, 0, first_argument),
         (any_bit, 0, 1, NEW_NAMESPACES),
+        (answer, 0, 0, errno | EPERM),
+        (answer, 0, 0, allow),
+        (equal, 0, 4, PRLIMIT[column]),  # of another process, such as the one that enforces the limits
+        (load, 0, 0, first_argument),
+        (equal, 1, 0, 0),
         (answer, 0, 0, errno | EPERM),
         (answer, 0, 0, allow),
         (equal, 0, len(FAMILIES) + 2, SOCKET[column]),

@@ -23,7 +23,15 @@ from retrain.engines.protocol import Engine
 from retrain.engines.server.canary import CanarySettings, run_canaries
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import RemoteFleet
-from retrain.environments.build import askable, check_rubrics, data_of, episode_limits, missing_column, parts_of
+from retrain.environments.build import (
+    askable,
+    check_rubrics,
+    check_tests,
+    data_of,
+    episode_limits,
+    missing_column,
+    parts_of,
+)
 from retrain.errors import CheckpointError, DataError
 from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.local import LocalPolicy, check_memory, lane_bytes, workers_of
@@ -183,6 +191,9 @@ def build_graders(specs: Sequence[RunSpec], folder: Path, stack: ExitStack) -> G
 def load_problems(specs: Sequence[RunSpec], folder: Path, graders: Graders) -> Dataset:
     """Return the problems of these runs. Raises DataError when the data lack a column that a grader needs."""
     data = data_of(specs[0].config, folder)
+    tested = [spec.config for spec in specs if spec.config.tested]
+    if tested and not specs[0].config.tested:  # otherwise data_of has checked them
+        check_tests(data, tested[0])
     for spec in specs:
         check_rubrics(data, spec.config)
         if fault := missing_column(graders[spec.config.reward.grading].columns, data, spec.config):

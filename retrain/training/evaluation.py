@@ -155,7 +155,7 @@ class CohortEvaluator:
         for run in runs:
             config = run.config
             audit = [config.audit.model_dump_json()] if config.audit.is_enabled else []
-            rubrics = column_values(config.rubric_columns, run.environments[held_out.name].problems(held_out.name))
+            rubrics = column_values(config.graded_columns, run.environments[held_out.name].problems(held_out.name))
             measured = (config.environment.measured, config.reward.grading, config.campaign.seed)
             setting = repr((*measured, *audit, *rubrics))
             alike.setdefault(setting, []).append(run)

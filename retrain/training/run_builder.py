@@ -156,7 +156,7 @@ def _tokenizer_digest(tokenizer: object) -> str:
 
 
 def _rubrics(data: Dataset, spec: RunSpec) -> dict[str, object]:
-    found = column_values(spec.config.rubric_columns, data.train, *data.sets.values())
+    found = column_values(spec.config.graded_columns, data.train, *data.sets.values())
     return {"rubrics": found[0]} if found else {}
 
 

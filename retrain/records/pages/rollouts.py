@@ -164,6 +164,7 @@ def _sample(batch: Batch, rollout: CreditedRollout, limit: int) -> dict[str, obj
         "parts": list(_parts(rollout.reward, batch)),
         "turns": list(_turns(batch, rollout, limit)),
         "limit": limit,
+        "logs": list(rollout.reward.logs.items()),
         "error": rollout.reward.error,
     }
 

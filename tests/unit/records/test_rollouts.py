@@ -104,7 +104,7 @@ def hostile_group(name: str, text: str) -> CreditedGroup:
     made = single_turn(
         Prompt(Problem(text, text, text, (text,) if text else ()), text, (1, 2), ({"role": text, "content": text},)),
         [Action([ord(c) for c in text], text, np.full(len(text), -1.0), None, "stop"), completion(3)],
-        [RewardResult(None, {text: 1.0}, (text,), error=text), RewardResult(1.0, {name: 1.0})],
+        [RewardResult(None, {text: 1.0}, (text,), error=text, logs={text: text}), RewardResult(1.0, {name: 1.0})],
     )
     answer = ({"role": text, "name": text, "content": text},)
     turns = (*made.rollouts[1].turns, Turn((3,), completion(2), answer, reward=0.5, logs={"said": text}))

@@ -178,7 +178,7 @@ def test_another_rubric_is_another_task(tmp_path):
     def graded_as(rows: list[dict[str, Any]]) -> list[str]:
         config = load(rubric_file(tmp_path, rows)).config
         data = data_of(config, tmp_path)
-        return column_values(config.rubric_columns, data.train, *data.sets.values())
+        return column_values(config.graded_columns, data.train, *data.sets.values())
 
     first, again, other = (graded_as(rows) for rows in (rows_of(6), rows_of(6), rows_of(6, "Is polite.")))
     assert first == again != other

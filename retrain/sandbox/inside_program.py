@@ -1,0 +1,124 @@
+"""Runs a tested program inside a sandbox of its own, and calls its functions when the tests ask for it.
+
+Requests and answers are lines of JSON (``literals``). The tests are in another process: nothing here knows an expected
+value, and an answer says only what a call returned. Imports the standard library only.
+"""
+
+import json
+import os
+import random
+import resource
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+
+from retrain.sandbox.literals import NotLiteral, decode, encode
+
+HEARD, SAID = 100, 101  # as in ``inside``
+FRAMES = 8
+# Imported before the fork of each program, which then need not read them
+PRELOADED = "bisect collections copy dataclasses datetime functools heapq itertools math operator re string typing"
+
+
+def say(answer: dict[str, object]) -> None:
+    data = memoryview(json.dumps(answer).encode() + b"\n")
+    while data:
+        data = data[os.write(SAID, data) :]
+
+
+def requests() -> Iterator[dict[str, object]]:
+    with os.fdopen(HEARD, "rb", closefd=False) as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def compiled(program: str, seconds: int) -> types.CodeType | None:
+    """Limit the CPU time of this process and return the program; None if its syntax is wrong, which is told."""
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    random.seed(0)
+    try:
+        return compile(program, "<program>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+        print("".join(traceback.format_exception_only(error)), end="")
+        say({"syntax": str(error)})
+        return None
+
+
+def answer_calls(program: str, seconds: int) -> None:
+    """Run the program as the module ``solution``, tell its names (true for callables), then answer calls."""
+    if (code := compiled(program, seconds)) is None:
+        return
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    try:
+        exec(code, module.__dict__)
+    except BaseException as error:
+        report(error)
+        say({"raised": str(error)})
+        return
+    say({"names": {str(name): callable(value) for name, value in module.__dict__.items()}})
+    for request in requests():
+        answer = answered(module.__dict__, request)
+        sys.stdout.flush()
+        say(answer)
+
+
+def answered(names: dict[str, object], request: dict[str, object]) -> dict[str, object]:
+    """Return the value of a name, or what calling it returned or raised and the new values of its arguments."""
+    try:
+        found = names[str(request["name"])]
+        if "arguments" not in request:
+            return {"value": encode(found)}
+        arguments, named = decode(request["arguments"]), decode(request["named"])
+        value = found(*arguments, **named)  # type: ignore[operator]
+        changed = [*arguments, *named.values()]
+        return {"value": encode(value), "changed": encode([item if is_mutable(item) else None for item in changed])}
+    except NotLiteral as error:
+        return {"type": str(error)}
+    except BaseException as error:
+        report(error)
+        return {"raised": [kind.__name__ for kind in type(error).__mro__], "message": message_of(error)}
+
+
+def is_mutable(value: object) -> bool:
+    return isinstance(value, list | dict | set | bytearray)
+
+
+def message_of(error: BaseException) -> str:
+    try:
+        return str(error.args[0] if len(error.args) == 1 else error)[:2000]
+    except BaseException:  # the program's own exception
+        return ""
+
+
+def report(error: BaseException) -> None:
+    try:
+        trace = error.__traceback__ and error.__traceback__.tb_next
+        sys.stdout.write("".join(traceback.format_exception(type(error), error, trace, limit=-FRAMES)))
+    except BaseException:
+        os.write(1, f"{type(error).__name__}\n".encode())
+
+
+def run_script(program: str, text: str, seconds: int) -> None:
+    """Run the program as a script that reads ``text`` from its standard input. Its standard error is dropped, unless
+    it raises."""
+    if (code := compiled(program, seconds)) is None:
+        sys.exit(1)
+    descriptor = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
+    os.write(descriptor, text.encode("utf-8", "replace"))
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    os.dup2(descriptor, 0)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    null, errors = os.open(os.devnull, os.O_RDWR), os.dup(2)
+    os.dup2(null, 2)
+    try:
+        exec(code, module.__dict__)
+    except BaseException:
+        sys.stderr.flush()
+        os.dup2(errors, 2)
+        raise
+
+
+for _name in PRELOADED.split():
+    __import__(_name)

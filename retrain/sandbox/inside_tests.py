@@ -1,0 +1,248 @@
+"""Runs tests inside a sandbox of their own, against proxies of the functions of a program in another sandbox.
+
+A test is an ``assert`` statement, or a statement such as ``self.assertEqual(…)`` or ``with self.assertRaises(…):``. It
+passes if it is reached and never fails. Statements after a failed test run all the same. Imports the standard library
+only.
+"""
+
+import ast
+import builtins
+import functools
+import json
+import os
+import random
+from typing import Any
+
+from retrain.sandbox.literals import NotLiteral, decode, encode
+
+HEARD, SAID = 100, 101  # as in ``inside``
+SHOWN_FAILURES = 5
+SHOWN = 300  # characters of a test, a value or an error in a failure
+INVALID = "the program sent an invalid answer"
+
+
+class ProgramError(Exception):
+    """The program ended, gave a value without a literal, or raised an exception that is not built in."""
+
+
+class Program:
+    """The program in the other sandbox. ``last`` describes the latest call."""
+
+    def __init__(self) -> None:
+        self.lines, self.last, self.ended = os.fdopen(HEARD, "rb", closefd=False), "", ""
+
+    def ask(self, request: dict[str, object]) -> dict[str, Any]:
+        if self.ended:
+            raise ProgramError(self.ended)
+        say("call", request)
+        try:
+            answer = json.loads(self.lines.readline())
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
+            raise ProgramError(INVALID)
+        self.ended = str(answer.get("ended", ""))
+        if "ended" in answer or "raised" in answer:
+            error = ProgramError(self.ended) if self.ended else exception(answer)
+            error.of_program = True  # type: ignore[attr-defined]
+            raise error
+        if "type" in answer:
+            raise ProgramError(f"the result has {clipped(str(answer['type']))}")
+        return answer
+
+    def value(self, name: str) -> object:
+        return decode(self.ask({"name": name}).get("value"))
+
+    def call(self, name: str, /, *arguments: object, **named: object) -> object:
+        values = [*arguments, *named.values()]
+        self.last = f"{name}({', '.join(map(short, values))})"
+        try:
+            request = {"name": name, "arguments": encode(list(arguments)), "named": encode(named)}
+        except NotLiteral as error:
+            raise ProgramError(f"the tests pass {error} to {name}, which cannot be sent to the program") from None
+        answer = self.ask(request)
+        try:
+            result, changed = decode(answer.get("value")), decode(answer.get("changed"))
+            for value, new in zip(values, changed, strict=True):
+                update(value, new)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ProgramError(INVALID) from error
+        self.last += f" returned {short(result)}"
+        return result
+
+
+def exception(answer: dict[str, Any]) -> Exception:
+    """Return the exception that the program raised, as its first base class that is a built-in Exception."""
+    names, message = answer["raised"], str(answer.get("message", ""))
+    names = [str(name) for name in names] if isinstance(names, list) else [INVALID]
+    for name in names:
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            try:
+                return kind(message)
+            except TypeError:  # it needs other arguments, as UnicodeDecodeError does
+                continue
+    return ProgramError(f"{names[0]}: {message}")
+
+
+def update(value: object, new: Any) -> None:
+    """Give an argument of the tests the content that it has after the call."""
+    if isinstance(value, list | bytearray):
+        value[:] = new
+    elif isinstance(value, dict | set):
+        content = type(value)(new)
+        value.clear()
+        value.update(content)
+
+
+def say(kind: str, content: object) -> None:
+    data = memoryview(f"{kind} {json.dumps(content)}\n".encode())
+    while data:
+        data = data[os.write(SAID, data) :]
+
+
+def short(value: object) -> str:
+    try:
+        return clipped(repr(value))
+    except ValueError:  # an integer of too many digits
+        return f"<{type(value).__name__}>"
+
+
+def clipped(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+class Instrument(ast.NodeTransformer):
+    """Puts every test into a ``try`` statement that records how it ends. ``sites``: the tests' source texts."""
+
+    def __init__(self) -> None:
+        self.sites: list[str] = []
+
+    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+        return node if isinstance(node.test, ast.Constant) and node.test.value else self.wrapped(node)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        return self.wrapped(node) if _is_assertion(node.value) else node
+
+    def visit_With(self, node: ast.With) -> ast.AST:
+        return self.wrapped(node) if _is_assertion(node.items[0].context_expr) else self.generic_visit(node)
+
+    def wrapped(self, node: ast.stmt) -> ast.stmt:
+        site = len(self.sites)
+        self.sites.append(ast.unparse(node)[:SHOWN])
+        text = f"try:\n  pass\nexcept Exception as error_:\n  failed__({site}, error_)\nelse:\n  passed__({site})"
+        (wrapper,) = ast.parse(text).body
+        assert isinstance(wrapper, ast.Try)
+        wrapper.body = [node]
+        return ast.fix_missing_locations(ast.copy_location(wrapper, node))
+
+
+def _is_assertion(node: ast.expr) -> bool:
+    called = node.func if isinstance(node, ast.Call) else None
+    return isinstance(called, ast.Attribute) and called.attr.startswith(("assert", "fail"))
+
+
+class Suite:
+    """Tests and what has become of them. ``setup`` is code before the tests; ``helpers`` is the problem's own code,
+    whose definitions, except the entry point's, are used in place of the program's."""
+
+    def __init__(self, tests: list[str], setup: str = "", helpers: str = "", entry_point: str = ""):
+        self.entry_point, self.setup = entry_point, ast.parse(setup)
+        self.helpers = ast.parse(helpers)
+        definitions = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+        self.helpers.body = [
+            node
+            for node in self.helpers.body
+            if isinstance(node, definitions) and getattr(node, "name", None) != entry_point
+        ]
+        self.trees = [ast.parse(text) for text in tests]
+        self.free = free_names([self.setup, *self.trees]) | ({entry_point} if entry_point else set())
+        instrument = Instrument()
+        for tree in self.trees:
+            instrument.visit(tree)
+        self.sites = instrument.sites
+        self.passed, self.failed = set[int](), dict[int, str]()
+        self.outside = list[str]()  # Errors outside tests
+        self.of_program = False  # The program raised an error that failed a test, or ended
+
+    def run(self, program: Program, names: dict[str, bool]) -> dict[str, object]:
+        """Run the tests against a program that defines ``names`` (true for callables). Return the verdict."""
+
+        def failed(site: int, error: Exception) -> None:
+            self.failed.setdefault(site, self.described(self.sites[site], error, program))
+
+        space: dict[str, Any] = {"__name__": "tests", "passed__": self.passed.add, "failed__": failed}
+        self.tried(program, lambda: exec(compile(self.helpers, "<problem>", "exec"), space))
+        for name in self.free - space.keys():
+            if name in names:
+                space[name] = functools.partial(program.call, name) if names[name] else program.value(name)
+        self.tried(program, lambda: exec(compile(self.setup, "<setup>", "exec"), space))
+        for number, tree in enumerate(self.trees):
+            self.tried(program, functools.partial(exec, compile(tree, f"<tests {number}>", "exec"), space))
+        for call in self.functions(space):
+            self.tried(program, call)
+        is_complete = not self.failed and not self.outside
+        passed, total = len(self.passed - self.failed.keys()), len(self.sites) + len(self.outside)
+        return {
+            "share": float(passed > 0) if is_complete else passed / total,
+            "failures": [*self.outside, *self.failed.values()][:SHOWN_FAILURES],
+            "of_program": self.of_program,
+        }
+
+    def functions(self, space: dict[str, Any]) -> list[Any]:
+        """Return calls of the tests' functions: ``check(entry point)``, ``test_…()`` and methods of TestCases."""
+        calls = []
+        if callable(space.get("check")) and self.entry_point in space and "check" not in self.called():
+            calls.append(functools.partial(space["check"], space[self.entry_point]))
+        for name, value in list(space.items()):
+            if name.startswith("test_") and callable(value):
+                calls.append(value)
+            if isinstance(value, type) and hasattr(value, "assertEqual") and value.__module__ == "tests":
+                methods = [method for method in dir(value) if method.startswith("test")]
+                calls += [functools.partial(run_method, value, method) for method in methods]
+        return calls
+
+    def called(self) -> set[str]:
+        """Return the names of the functions that the tests' own top level calls."""
+        calls = [node.value for tree in self.trees for node in tree.body if isinstance(node, ast.Expr)]
+        return {node.func.id for node in calls if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+
+    def tried(self, program: Program, call: Any) -> None:
+        try:
+            call()
+        except BaseException as error:  # SystemExit too: the tests' own code may call the program anywhere
+            self.outside.append(self.described("outside the assertions", error, program))
+
+    def described(self, where: str, error: BaseException, program: Program) -> str:
+        self.of_program |= hasattr(error, "of_program")
+        text = clipped(str(error))
+        name = "" if isinstance(error, ProgramError) else type(error).__name__ + (": " if text else "")
+        return f"{where}: {name}{text}" + (f" ({program.last})" if program.last else "")
+
+
+def run_method(case: Any, method: str) -> None:
+    made = case(method)
+    case.setUpClass()
+    made.setUp()
+    getattr(made, method)()
+    made.tearDown()
+
+
+def free_names(trees: list[ast.Module]) -> set[str]:
+    """Return the names that the code reads and does not bind, without built-in ones."""
+    loaded, bound = set[str](), set(dir(builtins))
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Name):
+            (loaded if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return loaded - bound
+
+
+def judge(suite: dict[str, Any], names: dict[str, bool]) -> None:
+    random.seed(0)
+    say("verdict", Suite(**suite).run(Program(), names))
