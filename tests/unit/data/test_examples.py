@@ -179,6 +179,7 @@ def test_a_faulty_row_is_named_with_its_line_key_and_fix(source, row, message):
 @pytest.mark.parametrize(("template", "message"), [
     (CHATML.replace("<turn>assistant\n", "<turn>assistant\n<think>"),
      "ends the prompt with '<think>' and begins the answer with 'two<end>\\n'"),
+    (CHATML.replace("m['content'] | trim", "m['text']"), "leaves out the text of the answer, and shows '<end>"),
     ("{{ raise_exception('only one role') }}", "refuses the conversation: only one role: remove the row"),
 ])  # fmt: skip
 def test_a_template_that_does_not_fit_is_an_error_of_the_row(source, template, message):
