@@ -54,6 +54,9 @@ def model_rules(config: Config) -> Iterator[ConfigIssue]:
     if is_plugin(backend) and config.backpressure.enabled:
         message = f'has no effect with backend = "{backend}": it decides itself how much it decodes at once'
         yield ConfigIssue(("backpressure.enabled", "backend.backend"), message, "enabled = false")
+    if is_plugin(backend) and config.warmup.active:
+        message = f'has no effect with backend = "{backend}": it computes its updates itself'
+        yield ConfigIssue(("warmup.source", "backend.backend"), message, "remove the section")
     if config.model.quantized:
         yield from _quantize_issues(config)
     if config.training.update_dtype == "model":
