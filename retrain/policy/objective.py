@@ -404,8 +404,8 @@ class TeacherTerm(Term):
 
 @dataclass(frozen=True)
 class SupervisedTerm(Term):
-    """The negative log-likelihood of the tokens in the loss mask. Without ``trains`` it is only measured: a sample whose
-    advantages are 0 then needs no backward pass."""
+    """The negative log-likelihood of the tokens in the loss mask. Without ``trains`` it is only measured: samples with
+    advantages of 0 then need no backward pass."""
 
     trains: bool = True
     needs: ClassVar[frozenset[Want]] = frozenset({Want.LOGPROBS})

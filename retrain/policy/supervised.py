@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 
 from retrain.maths.ratios import Sums
+from retrain.policy.adapter_io import read_adapter
 from retrain.policy.local import OPTIMIZER, LocalSnapshot, optimizer_tensors
 from retrain.policy.lora import Adapter, OptimizerStep, load_moments, new_optimizer
-from retrain.policy.adapter_io import read_adapter
 from retrain.policy.objective import Objective, SupervisedTerm
 from retrain.policy.update import PendingUpdate, UpdateContext
 from retrain.types import Denominators, Sample, StepBatch
 
 
 def supervised_sample(token_ids: Sequence[int], loss_mask: Sequence[bool]) -> Sample:
-    """Return tokens to train on where ``loss_mask`` is true. The first token is never trained, because no token predicts
-    it; tokens after the last trained one are left out. Raises ValueError if nothing remains to train."""
+    """Return tokens to train on where ``loss_mask`` is true. The first token is never trained, because no token
+    predicts it; tokens after the last trained one are left out. Raises ValueError if nothing remains to train."""
     mask = np.array(loss_mask, dtype=bool)
     mask[:1] = False
     if not mask.any():
@@ -56,8 +56,8 @@ class SupervisedTrainer:
         self.optimizer = new_optimizer([adapter.flat], 0.0, settings.betas, settings.eps, settings.weight_decay)
 
     def update(self, samples: Sequence[Sample], step: int, lr: float) -> dict[str, float]:
-        """Take one optimizer step and return its ``sft/…`` metrics. Raises NonFinite, with the weights unchanged, if the
-        loss or the gradient is not finite."""
+        """Take one optimizer step and return its ``sft/…`` metrics. Raises NonFinite, with the weights unchanged, if
+        the loss or the gradient is not finite."""
         update = self._pending(samples, SupervisedTerm(), step, lr)
         result = update.accumulate(self.adapter, update.objective, samples)
         update.steps.append(OptimizerStep(self.optimizer, [self.adapter.flat], lr, result.loss))

@@ -455,9 +455,8 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("eval/<name>/<tag>/pass@<k>", "pass@k of the problems with this tag, for k = n", "share"),
     _metric("eval/<name>/<tag>/maj@<k>", "maj@k of the problems with this tag, for k = n", "share"),
 )],
-# Only in ``warmup/<hash>/metrics.jsonl``
+# Only in ``warmup/<hash>/metrics.jsonl``, where ``step`` is the steps of the warm-up done and row 0 is the base
 "Supervised warm-up": [replace(metric, requires="warmup") for metric in (
-    _metric("sft/step", "optimizer steps of the warm-up done; the row of 0 is the base", "steps"),
     _metric("sft/loss", "mean −log π of the completion tokens of the batch, before the step's update", "nats",
             "falling"),
     _metric("sft/token_accuracy", "share of completion tokens of the batch to which no other token is preferred",

@@ -164,9 +164,9 @@ class CohortEvaluator:
             yield
 
     def _evaluate_base(self, held_out: HeldOut, runs: Sequence[Run]) -> None:
-        """Evaluate runs whose policies still equal the base or their warm-up on a held-out set. Runs with equal warm-up,
-        environment, grading and seed share one evaluation, which an earlier cohort of the campaign may have made. The
-        base's own evaluation stands beside that of a warm-up."""
+        """Evaluate runs whose policies still equal the base or their warm-up on a held-out set. Runs with equal
+        warm-up, environment, grading and seed share one evaluation, which an earlier cohort of the campaign may have
+        made. After a warm-up, the base is evaluated too."""
         alike, results = dict[str, list[Run]](), dict[str, EvalRecord]()
         bases: dict[str, tuple[WarmUp, EvalRecord]] = {}
         for run in runs:
@@ -220,7 +220,8 @@ class CohortEvaluator:
         for record in (before, replace(after, step=warm_up.facts["steps"])):
             sampling = {key: getattr(record, key) for key in Evaluation.field_names()}
             strict, audited = config.reward.strict_answers, config.audit.is_enabled
-            rows.append(sampling | {"setting": digest} | eval_row(record, context.tags_of(record.name), strict, audited))
+            numbers = eval_row(record, context.tags_of(record.name), strict, audited)
+            rows.append(sampling | {"setting": digest} | numbers)
         with self.failures.isolated(run), writing(path):
             append_jsonl(path, rows)
         old, new = (percent(row[f"eval/{before.name}/correct_rate"]) for row in rows)

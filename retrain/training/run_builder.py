@@ -221,7 +221,9 @@ class RunBuilder:
             prepare_directory(spec.export)  # before training, so that a fault does not cost hours
         notes = [*self.data.notes, *model.notes, *self._inexact(run)]
         if warm_up is not None:
-            notes.append(f"starts from {WARMUP}/{warm_up.digest}, which is also the reference policy; {warm_up.summary}")
+            notes.append(
+                f"starts from {WARMUP}/{warm_up.digest}, which is also the reference policy; {warm_up.summary}"
+            )
         if Need.ENTROPY in config.algorithm.needs and not model.engine.gives_entropy:
             raise UsageError(
                 f"{run.run_id} needs full-vocabulary entropies, which this engine does not return: "

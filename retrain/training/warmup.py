@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,17 @@ from retrain.config import Config
 from retrain.config.runs import RunSpec
 from retrain.data.examples import load_examples
 from retrain.errors import CheckpointError, NonFinite, RunFailed, RunInterrupted
-from retrain.files import append_jsonl, aside_of, fsync, read_json, read_json_if_present, read_jsonl, truncate_jsonl, write_json
-from retrain.ownership import Owner, claim, publish, remove
+from retrain.files import (
+    append_jsonl,
+    aside_of,
+    fsync,
+    read_json,
+    read_json_if_present,
+    read_jsonl,
+    truncate_jsonl,
+    write_json,
+)
+from retrain.ownership import Owner, publish, remove
 from retrain.policy.adapter_io import peft_config, read_adapter, write_peft
 from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.local import LocalSnapshot
@@ -49,11 +58,13 @@ PARTS = 10  # A warm-up is measured and reported after every tenth of its steps
 
 @dataclass(frozen=True)
 class WarmUpPlan:
-    """A warm-up to train: the configuration of one of its runs, and its examples as samples."""
+    """A warm-up to train: the configuration of one of its runs, and its examples as samples. ``notes``: lines for the
+    user about the examples."""
 
     config: Config
     train: list[Sample]
     held_out: list[Sample]
+    notes: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -93,7 +104,7 @@ class WarmUpPlan:
 
 def read_warm_ups(specs: Sequence[RunSpec], folder: Path, bases: Bases) -> dict[str, WarmUpPlan]:
     """Return the warm-up of each run that has one, by run id; no weights are loaded. Raises DataError."""
-    plans, read = dict[str, WarmUpPlan](), dict[str, tuple[list[Sample], list[Sample]]]()
+    plans, read = dict[str, WarmUpPlan](), dict[str, WarmUpPlan]()
     for spec in specs:
         config = spec.config
         if config.warmup.active:
@@ -105,8 +116,8 @@ def read_warm_ups(specs: Sequence[RunSpec], folder: Path, bases: Bases) -> dict[
                     [supervised_sample(example.tokens, example.loss_mask) for example in part]
                     for part in (examples.train, examples.held_out)
                 )
-                read[key] = train, held_out
-            plans[spec.run_id] = WarmUpPlan(config, *read[key])
+                read[key] = WarmUpPlan(config, train, held_out, examples.notes)
+            plans[spec.run_id] = replace(read[key], config=config)
     return plans
 
 
@@ -208,7 +219,8 @@ class WarmUpSession:
             self.budget.restore(state["budget"])
         examples = f"{len(plan.train)} examples, {plan.steps} steps of {plan.config.warmup.batch_size}"
         begun = f"continues at step {step}" if step else f"in {self.directory}"
-        self.training.notify(f"warm-up {self.directory.name}: {examples}, {begun}")
+        for note in (*plan.notes, f"warm-up {self.directory.name}: {examples}, {begun}"):
+            self.training.notify(note)
         if not step:
             self._record(0, self._held_out(), 0, 0.0)
         began, first = time.monotonic(), step
@@ -223,7 +235,7 @@ class WarmUpSession:
                 self.training.notify(_progress(self.directory.name, row, plan.steps, left))
             if every and step % every == 0 and step < plan.steps:
                 self._save(step)
-        self._finish()
+        bases.from_first("end of the warm-up", self._finish)
 
     def _step(self, step: int) -> Row:
         plan, warmup, begin = self.plan, self.plan.config.warmup, time.monotonic()
@@ -250,7 +262,7 @@ class WarmUpSession:
 
     def _record(self, step: int, metrics: Mapping[str, float], tokens: int, seconds: float) -> Row:
         values = {
-            "sft/step": step, "sft/tokens": tokens, "sft/step_time_s": seconds,
+            "sft/tokens": tokens, "sft/step_time_s": seconds,
             "sft/epoch": step / -(-len(self.plan.train) // self.plan.config.warmup.batch_size),
             "sft/tokens_per_s": tokens / seconds if seconds else None, **metrics,
         }  # fmt: skip
@@ -277,8 +289,7 @@ class WarmUpSession:
         publish(aside, self.directory / "checkpoint", self._owner("checkpoint"))
 
     def _finish(self) -> None:
-        if self.lock is None:
-            return
+        assert self.lock is not None, "only rank 0 calls this"
         aside = aside_of(self.directory / "adapter")
         write_peft(aside, self.trainer.adapter.frozen("cpu").tensors(), self.peft_config)
         self.lock.check()
