@@ -35,6 +35,20 @@ def environment_rules(config: Config) -> Iterator[ConfigIssue]:
         yield ConfigIssue((key, "algorithm.advantage_mode"), message, 'turn_credit = "turn"')
 
 
+def warmup_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report what examples of the warm-up cannot show, or a backend does not train."""
+    backend, warmup, environment = config.backend.backend, config.warmup, config.environment
+    if not warmup.active:
+        return
+    if is_plugin(backend):
+        message = f'has no effect with backend = "{backend}": it computes its updates itself'
+        yield ConfigIssue(("warmup.source", "backend.backend"), message, "remove the section")
+    if environment.hosted:
+        named = f'provider = "{environment.provider}"' if environment.provider else "tools"
+        message = f"has prompts as [data] renders them, without what {named} adds to them in training"
+        yield ConfigIssue(("warmup.source", "environment.tools"), message, "write it into the examples", warning=True)
+
+
 def correctness_rules(config: Config) -> Iterator[ConfigIssue]:
     reward, provider = config.reward, config.environment.provider
     if provider == "reasoning_gym":
@@ -54,9 +68,6 @@ def model_rules(config: Config) -> Iterator[ConfigIssue]:
     if is_plugin(backend) and config.backpressure.enabled:
         message = f'has no effect with backend = "{backend}": it decides itself how much it decodes at once'
         yield ConfigIssue(("backpressure.enabled", "backend.backend"), message, "enabled = false")
-    if is_plugin(backend) and config.warmup.active:
-        message = f'has no effect with backend = "{backend}": it computes its updates itself'
-        yield ConfigIssue(("warmup.source", "backend.backend"), message, "remove the section")
     if config.model.quantized:
         yield from _quantize_issues(config)
     if config.training.update_dtype == "model":
@@ -409,6 +420,7 @@ RULES = (
     server_executor_rules,
     shard_rules,
     learning_rules.overlong_rules,
+    warmup_rules,
     correctness_rules,
     slurm_rules,
     learning_rules.off_policy_rules,

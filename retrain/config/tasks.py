@@ -118,7 +118,7 @@ class Data(Section, role=Role.SAMPLES):
     beside the largest `max_tokens`."""
     long_prompts: Literal["error", "skip"] = "error"
     """Treatment of longer prompts: `error` reports them before training; `skip` removes such problems from training and
-    evaluation and reports their number."""
+    evaluation and reports their number. Also for over-long examples of [warmup]."""
     levels: Annotated[list[Level], Field(min_length=1)] | None = None
     """Difficulties of generated problems; unset is all of them."""
     size: Annotated[Count, ActiveIf("data.source", ("arithmetic",))] = 20_000

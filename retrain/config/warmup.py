@@ -59,6 +59,12 @@ class Warmup(Section, role=Role.LEARNS):
     def active(self) -> bool:
         return self.source is not None
 
+    @property
+    def sources(self) -> dict[str, tuple[str, str]]:
+        """Source and split of the examples, then of the held-out ones, by dotted key; those that are set."""
+        named = {"warmup.source": (self.source, self.split), "warmup.eval_source": (self.eval_source, self.eval_split)}
+        return {key: (source, split) for key, (source, split) in named.items() if source is not None}
+
     def step_count(self, examples: int) -> int:
         """Return the number of optimizer steps with so many examples. The last step of a pass may be smaller."""
         return self.steps or (self.epochs or 1) * -(-examples // self.batch_size)
