@@ -99,7 +99,7 @@ def _quantize_issues(config: Config) -> Iterator[ConfigIssue]:
         yield ConfigIssue(("model.quantize", "training.update_dtype"), message, 'update_dtype = "model"')
 
 
-def warmup_rules(config: Config) -> Iterator[ConfigIssue]:
+def start_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report runs without steps that have no warm-up either or are compared, and two kinds of weights to start from."""
     if not config.training.max_steps and not config.warmup.active:
         length = "training.max_steps" if config.campaign.max_steps is None else "campaign.max_steps"
@@ -415,7 +415,7 @@ def _last3_issues(metric: str, schedule: str, max_steps: int, eval_every: int) -
 RULES = (
     environment_rules,
     model_rules,
-    warmup_rules,
+    start_rules,
     executor_rules,
     server_executor_rules,
     shard_rules,

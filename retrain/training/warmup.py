@@ -95,7 +95,7 @@ class WarmUpPlan:
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
 
     def batch(self, step: int) -> list[Sample]:
-        """Return the examples of 0-based ``step``: every epoch is a new permutation, whose last batch may be smaller."""
+        """Return the examples of 0-based ``step``. Every epoch is a new permutation; its last batch may be smaller."""
         size = self.config.warmup.batch_size
         epoch, index = divmod(step, -(-len(self.train) // size))
         order = generator(*self.stream, "data", epoch).permutation(len(self.train))
@@ -123,8 +123,8 @@ def read_warm_ups(specs: Sequence[RunSpec], folder: Path, bases: Bases) -> dict[
 
 @dataclass(frozen=True)
 class WarmUp:
-    """A finished warm-up. ``adapter`` is its result, ``base`` an adapter that changes nothing. ``facts``: the content of
-    ``warmup.json``."""
+    """A finished warm-up. ``adapter`` is its result, ``base`` an adapter that changes nothing. ``facts``: the content
+    of ``warmup.json``."""
 
     directory: Path
     adapter: LocalSnapshot
