@@ -99,6 +99,20 @@ def _quantize_issues(config: Config) -> Iterator[ConfigIssue]:
         yield ConfigIssue(("model.quantize", "training.update_dtype"), message, 'update_dtype = "model"')
 
 
+def start_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report runs without steps that have no warm-up either or are compared, and two kinds of weights to start from."""
+    if not config.training.max_steps and not config.warmup.active:
+        length = "training.max_steps" if config.campaign.max_steps is None else "campaign.max_steps"
+        message = "is 0, but must be an integer ≥ 1: only with a [warmup] is there something to train"
+        yield ConfigIssue((length, "warmup.source"), message, "max_steps = 100")
+    elif not config.training.max_steps and config.is_campaign:
+        message = "is 0, and the seeds of a campaign share their warm-up: equal runs are no replicates to compare"
+        yield ConfigIssue(("training.max_steps", "warmup.source"), message, "a file without [campaign] for each run")
+    if config.resume.from_ and config.warmup.active:
+        message = f"is {toml(config.resume.from_)}, whose weights would replace those of the warm-up"
+        yield ConfigIssue(("resume.from", "warmup.source"), message, "remove one of the two")
+
+
 def executor_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report several devices without several processes, and GPUs that Ray would choose itself."""
     executor, backend = config.campaign.executor, config.backend
@@ -401,6 +415,7 @@ def _last3_issues(metric: str, schedule: str, max_steps: int, eval_every: int) -
 RULES = (
     environment_rules,
     model_rules,
+    start_rules,
     executor_rules,
     server_executor_rules,
     shard_rules,

@@ -92,15 +92,19 @@ class Head:
         entropy_gradient: bool = True,
         lap: Lap = no_lap,
         supports: Supports | None = None,
+        top_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probability [N] of the targets under softmax(logits / temperature) over ``supports``, and with
         ``entropy`` the entropy [N] of that distribution, else None.
 
         Gradients reach ``hidden_NH`` only; those of the entropy need ``entropy_gradient``. ``lap`` is called with
-        "forward" before and "compute_entropy" after the entropy of each chunk.
+        "forward" before and "compute_entropy" after the entropy of each chunk. ``top_N`` receives each row's highest
+        log-probability.
         """
         entropies = (entropy, entropy_gradient)
-        chosen_N, entropy_N = _Logprobs.apply(hidden_NH, targets_N, self, temperature, entropies, lap, supports)  # pyright: ignore[reportGeneralTypeIssues]
+        chosen_N, entropy_N = _Logprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+            hidden_NH, targets_N, self, temperature, entropies, lap, supports, top_N
+        )
         return chosen_N, entropy_N if entropy else None
 
     def chunk_rows(self) -> int:
@@ -120,6 +124,7 @@ class _Logprobs(torch.autograd.Function):
         entropies: tuple[bool, bool],
         lap: Lap,
         supports: Supports | None,
+        top_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         weight_VH, (entropy, entropy_gradient) = head.weight_VH, entropies
         real = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
@@ -138,6 +143,8 @@ class _Logprobs(torch.autograd.Function):
                 z_RV = supports.only(z_RV, start)
             logprobs_RV = torch.log_softmax(z_RV, -1)
             chosen_N[part] = logprobs_RV.gather(1, target_R1).squeeze(1)
+            if top_N is not None:
+                top_N[part] = logprobs_RV.amax(1)
             if not needs_gradient and not entropy:
                 continue
             # In the logits' memory, which nothing reads any more: one table [R, V] less.
@@ -169,7 +176,7 @@ class _Logprobs(torch.autograd.Function):
         grad_NH = slopes[0] * chosen_grad_N.unsqueeze(1).to(slopes[0].dtype)
         if len(slopes) > 1:
             grad_NH.addcmul_(slopes[1], entropy_grad_N.unsqueeze(1).to(grad_NH.dtype))
-        return grad_NH, None, None, None, None, None, None
+        return grad_NH, None, None, None, None, None, None, None
 
 
 def head_divergence(
