@@ -25,6 +25,7 @@ from retrain.types import Message, Problem, SupervisedExample
 
 ROLES = ("system", "user", "assistant")
 FORMS = '{"prompt": "…", "completion": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
+TAIL = 20  # A template may move or drop the thinking of an answer, and never so many characters at its end
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -248,8 +249,13 @@ class ExampleRenderer:
             common = next(i for i in range(len(prompt)) if not text.startswith(prompt[: i + 1]))
             raise DataError(
                 f"{dialogue.where}  the chat template ends the prompt with {prompt[common:][:40]!r} and begins the "
-                f"answer with {text[common:][:40]!r}, so that training would ask in another way: set [data] "
-                "chat_template_kwargs so that both are equal, or use a model with another template"
+                f"answer with {text[common:][:40]!r}, so that training would ask in another way: write the "
+                "thinking into the answer, set [data] chat_template_kwargs, or use a model with another template"
+            )
+        if messages[-1]["content"].strip()[-TAIL:] not in text[len(prompt) :]:
+            raise DataError(
+                f"{dialogue.where}  the chat template leaves out the text of the answer, and shows "
+                f"{text[len(prompt) :][:40]!r}: use a model with another template"
             )
         parts, at = list[tuple[str, bool]](), len(prompt)
         for start, end in self._marks(messages) if self.marks_answers else [(at, len(text))]:
