@@ -64,6 +64,10 @@ class Head:
     multiplier: float = 1.0
     product_VH: Tensor | None = None
 
+    @property
+    def logit_dtype(self) -> torch.dtype:
+        return torch.float64 if self.weight_VH.dtype == torch.float64 else torch.float32
+
     def products(self, hidden_RH: Tensor) -> Tensor:
         z_RV = fp32_product(hidden_RH, self.weight_VH if self.product_VH is None else self.product_VH)
         if self.bias_V is not None:
@@ -103,14 +107,13 @@ class Head:
         """
         entropies = (entropy, entropy_gradient)
         chosen_N, entropy_N = _Logprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
-            hidden_NH, targets_N, self, temperature, entropies, lap, supports, top_N
+            hidden_NH, (targets_N, top_N), self, temperature, entropies, lap, supports
         )
         return chosen_N, entropy_N if entropy else None
 
     def chunk_rows(self) -> int:
-        real = 8 if self.weight_VH.dtype == torch.float64 else 4
         most = CHUNK_BYTES.get(self.weight_VH.device.type, CHUNK_BYTES["cuda"])
-        return max(16, most // (real * self.weight_VH.shape[0]))
+        return max(16, most // (self.logit_dtype.itemsize * self.weight_VH.shape[0]))
 
 
 class _Logprobs(torch.autograd.Function):
@@ -118,16 +121,16 @@ class _Logprobs(torch.autograd.Function):
     def forward(
         ctx: Context,
         hidden_NH: Tensor,
-        targets_N: Tensor,
+        targets: tuple[Tensor, Tensor | None],
         head: Head,
         temperature: float,
         entropies: tuple[bool, bool],
         lap: Lap,
         supports: Supports | None,
-        top_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        targets_N, top_N = targets
         weight_VH, (entropy, entropy_gradient) = head.weight_VH, entropies
-        real = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
+        real = head.logit_dtype
         chosen_N = torch.empty(len(hidden_NH), dtype=real, device=hidden_NH.device)
         entropy_N = torch.empty_like(chosen_N) if entropy else chosen_N.new_empty(0)
         needs_gradient = ctx.needs_input_grad[0]
@@ -176,7 +179,7 @@ class _Logprobs(torch.autograd.Function):
         grad_NH = slopes[0] * chosen_grad_N.unsqueeze(1).to(slopes[0].dtype)
         if len(slopes) > 1:
             grad_NH.addcmul_(slopes[1], entropy_grad_N.unsqueeze(1).to(grad_NH.dtype))
-        return grad_NH, None, None, None, None, None, None, None
+        return grad_NH, None, None, None, None, None, None
 
 
 def head_divergence(
@@ -207,8 +210,7 @@ class _Divergence(torch.autograd.Function):
         top: int,
         temperature: float,
     ) -> Tensor:
-        weight_VH = head.weight_VH
-        real = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
+        weight_VH, real = head.weight_VH, head.logit_dtype
         values_N = torch.empty(len(hidden_NH), dtype=real, device=hidden_NH.device)
         needs_gradient = ctx.needs_input_grad[0]
         slopes_NH = torch.empty_like(hidden_NH) if needs_gradient else None
