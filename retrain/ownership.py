@@ -34,7 +34,7 @@ LAYOUT = (
     "evaluation.json", "squeeze", "comparison.json", "report.html", "metrics.jsonl", "metrics.f32", "evals.jsonl",
     "checkpoints.jsonl", "timing_spans.jsonl", "notes.jsonl", "emergence", "timeline.html", "run.log",
     "checkpoints", "final", "iterations.jsonl", "workers", "tokens_*", "train_iteration_*", "eval_*_iteration_*",
-    "tensorboard", "wandb",
+    "tensorboard", "wandb", "warmup",
 )  # fmt: skip
 """Patterns of the names that a campaign or run writes directly in its directory."""
 NAMED_FILES = 4

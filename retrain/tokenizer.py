@@ -72,14 +72,18 @@ class ByteTokenizer:
 
 
 class LightTokenizer:
-    """The part of a transformers tokenizer that ``data.prompts.render`` uses, to measure prompts without torch.
+    """The part of a transformers tokenizer that ``retrain.data`` uses, to measure prompts and examples without torch.
 
     ``tokenizer.json`` is read by the tokenizers library, the chat template rendered by transformers' own function,
     whose module imports no torch. Training uses transformers' tokenizer; tests compare the two.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None, special: dict[str, str]):
-        self.tokenizer, self.chat_template, self.special = tokenizer, chat_template, special
+    def __init__(self, tokenizer: Any, chat_template: str | None, special_tokens_map: dict[str, str]):
+        self.tokenizer, self.chat_template, self.special_tokens_map = tokenizer, chat_template, special_tokens_map
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens_map.get("eos_token")
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
@@ -94,7 +98,7 @@ class LightTokenizer:
             [messages],
             chat_template=self.chat_template,
             add_generation_prompt=add_generation_prompt,
-            **{**self.special, **extra},
+            **{**self.special_tokens_map, **extra},
         )
         return rendered[0]
 

@@ -84,7 +84,8 @@ def print_tables_of(summary: Values, plain: bool) -> None:
     if summary["comparison"]:
         print_comparison(summary["comparison"], plain)
         print()
-    lines = [accuracy_line(name, accuracy) for name, accuracy in summary["evaluations"].items()]
+    trained = any(run["max_steps"] for run in summary["runs"])
+    lines = [accuracy_line(name, accuracy, trained) for name, accuracy in summary["evaluations"].items()]
     for report in filter(None, (summary["squeeze"], *(summary.get("squeezes") or {}).values())):
         lines.append(squeeze_line(report))
         if report.get("compressed"):
@@ -211,12 +212,14 @@ def _levels_and_difference(condition: Values, baseline: str, share: bool) -> tup
     return levels, "baseline" if condition["label"] == baseline else difference
 
 
-def accuracy_line(name: str, accuracy: Values) -> str:
+def accuracy_line(name: str, accuracy: Values, trained: bool = True) -> str:
     """Return a line with a run's accuracy on the held-out set ``name``, first evaluation → last, and the 95 % interval
-    of the last over problems."""
+    of the last over problems. Without ``trained``, the run has had its warm-up only."""
     low_high = (accuracy["ci_low"], accuracy["ci_high"])
     ends = "" if None in low_high else f", 95 % interval over problems {interval(low_high)}"
     levels = f"{rate(accuracy['before'])} → {rate(accuracy['after'])}"
+    if not trained:
+        levels = f"{rate(accuracy['after'])} after the warm-up, with no step of reinforcement learning"
     return f"{accuracy_name(f'eval/{name}/correct_rate')}: {levels}{ends}"
 
 

@@ -99,7 +99,7 @@ class CampaignSection(Section, role=Role.NAMES):
         default_factory=lambda: list(range(1, 9))
     )
     """Seeds of the runs of every condition: the replicates of the comparison, paired across conditions."""
-    max_steps: Count | None = None
+    max_steps: Natural | None = None
     """Optimizer steps of every run; replaces `[training] max_steps`."""
     lanes: Literal["auto"] | Count = "auto"
     """Runs that train together over one copy of the frozen base; `auto` fits them to memory and to the workers."""

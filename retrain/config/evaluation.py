@@ -189,7 +189,8 @@ def whole_evaluations(schedule: str, max_steps: int, eval_every: int) -> tuple[i
     """Return the number of updates done at every full evaluation after the start, in order."""
     if schedule == "verdict":
         return deciding_marks(max_steps)
-    return (*(range(eval_every, max_steps, eval_every) if eval_every else ()), max_steps)
+    marks = (*(range(eval_every, max_steps, eval_every) if eval_every else ()), max_steps)
+    return marks if max_steps else ()
 
 
 def part_evaluations(schedule: str, max_steps: int, eval_every: int) -> tuple[int, ...]:

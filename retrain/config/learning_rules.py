@@ -130,7 +130,7 @@ def critic_rules(config: Config) -> Iterator[ConfigIssue]:
     if clip and differs(config, "critic.cliprange_value") and not moves:
         message = f"is {clip:g}, but values move from the second update of a batch on, and it has one"
         yield ConfigIssue(("critic.cliprange_value", "training.num_iterations"), message, "num_iterations = 4")
-    if critic.warmup_steps >= (steps := config.training.max_steps):
+    if critic.warmup_steps >= (steps := config.training.max_steps) > 0:
         message = f"is {critic.warmup_steps} of max_steps = {steps}: the policy would never train"
         yield ConfigIssue(("critic.warmup_steps", "training.max_steps"), message, f"warmup_steps = {steps // 10}")
 
@@ -211,7 +211,7 @@ def _unrewarded(config: Config) -> Iterator[ConfigIssue]:
 
 def schedule_rules(config: Config) -> Iterator[ConfigIssue]:
     steps, warmup = config.training.max_steps, config.optimizer.warmup_steps
-    if warmup >= steps:
+    if warmup >= steps > 0:
         message = f"is {warmup}: with max_steps = {steps} the warm-up never ends"
         yield ConfigIssue(("optimizer.warmup_steps", "training.max_steps"), message, f"warmup_steps = {steps // 10}")
     if config.training.eval_every and not config.evaluation.problems:
@@ -237,7 +237,7 @@ def lambda_stays_zero(config: Config) -> bool:
 def sepa_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report SEPA whose λ stays 0 in the whole run, so that it equals GTPO. This is an error if λ would stay 0 in a run
     of any length, and a warning if the run is only short, as in a first try of a file."""
-    if not credit_of(config.algorithm.transform_mode).pooled:
+    if not credit_of(config.algorithm.transform_mode).pooled or not config.training.max_steps:
         return
     sepa, steps, flat = config.sepa, config.training.max_steps, _flat_steps(config)
     length = "training.max_steps" if config.campaign.max_steps is None else "campaign.max_steps"

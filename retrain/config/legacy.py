@@ -39,7 +39,7 @@ REMOVED: dict[str, RemovedKey] = {
 
 _NO_TRAINER = ("there is one training loop", "remove the line")
 _NO_TURNS = ("turn-level branching is not available", "remove the line")
-_NO_SFT = ("warming up on demonstrations is not available", "remove the line, or start from a model that was tuned")
+_WARMUP = "the supervised warm-up has a section"
 _NO_PARAMS = ("plug-in parameters are not available", "remove the table")
 _NO_SCRIPT = ("the comparison is part of the output", "remove the line and read manifest.json")
 _ONE_PAGE = ("every rollout is recorded", "[logging] rollouts_every and num_groups_to_log set what has a page")
@@ -65,10 +65,10 @@ REPLACED: dict[str, tuple[str, str]] = {
     "training.tl_grpo_lookahead_steps": _NO_TURNS,
     "training.tl_grpo_ema_decay": _NO_TURNS,
     "training.tl_grpo_ema_init": _NO_TURNS,
-    "training.sft_warmup_steps": _NO_SFT,
-    "training.sft_data_path": _NO_SFT,
-    "training.sft_lr": _NO_SFT,
-    "training.sft_loss_fn": _NO_SFT,
+    "training.sft_warmup_steps": (_WARMUP, "[warmup] steps = 100"),
+    "training.sft_data_path": (_WARMUP, '[warmup] source = "examples.jsonl"'),
+    "training.sft_lr": (_WARMUP, "[warmup] lr = 2e-4"),
+    "training.sft_loss_fn": ("the supervised warm-up has one loss, the cross-entropy", "remove the line"),
     "algorithm.algorithm_mode": (
         "an algorithm is an advantage and a transform",
         'advantage_mode = "maxrl" and transform_mode = "gtpo_sepa"',

@@ -31,6 +31,7 @@ from retrain.config.evaluation import (
 from retrain.config.machine import BackendSection, Inference, Ray, Slurm
 from retrain.config.tasks import TESTED, Audit, Data, EnvironmentSection, RewardComponent, RewardSection
 from retrain.config.training import CriticSection, Lora, Model, Optimizer, Sampling, Training
+from retrain.config.warmup import Warmup
 
 
 class Config(Section):
@@ -41,6 +42,7 @@ class Config(Section):
     model: Model = Model()
     lora: Lora = Lora()
     optimizer: Optimizer = Optimizer()
+    warmup: Warmup = Warmup()
     training: Training = Training()
     algorithm: AlgorithmSection = AlgorithmSection()
     gtpo: Gtpo = Gtpo()
@@ -230,10 +232,10 @@ def lists() -> dict[str, type[Section]]:
 
 
 def homes(name: str) -> list[str]:
-    """Return the dotted keys that ``name`` without a section can mean. A key of [audit] counts only if no other section
-    has it. If two keys remain, a key of [critic] does not count."""
+    """Return the dotted keys that ``name`` without a section can mean. A key of [audit] or [warmup] counts only if no
+    other section has it. If two keys remain, a key of [critic] does not count."""
     found = [dotted for dotted in keys() if dotted.partition(".")[2] == name]
-    named = [dotted for dotted in found if not dotted.startswith("audit.")] or found
+    named = [dotted for dotted in found if not dotted.startswith(("audit.", "warmup."))] or found
     return [dotted for dotted in named if len(named) != 2 or not dotted.startswith("critic.")]
 
 

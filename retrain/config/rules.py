@@ -35,6 +35,20 @@ def environment_rules(config: Config) -> Iterator[ConfigIssue]:
         yield ConfigIssue((key, "algorithm.advantage_mode"), message, 'turn_credit = "turn"')
 
 
+def warmup_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report what examples of the warm-up cannot show, or a backend does not train."""
+    backend, warmup, environment = config.backend.backend, config.warmup, config.environment
+    if not warmup.active:
+        return
+    if is_plugin(backend):
+        message = f'has no effect with backend = "{backend}": it computes its updates itself'
+        yield ConfigIssue(("warmup.source", "backend.backend"), message, "remove the section")
+    if environment.hosted:
+        named = f'provider = "{environment.provider}"' if environment.provider else "tools"
+        message = f"has prompts as [data] renders them, without what {named} adds to them in training"
+        yield ConfigIssue(("warmup.source", "environment.tools"), message, "write it into the examples", warning=True)
+
+
 def correctness_rules(config: Config) -> Iterator[ConfigIssue]:
     reward, provider = config.reward, config.environment.provider
     if provider == "reasoning_gym":
@@ -83,6 +97,20 @@ def _quantize_issues(config: Config) -> Iterator[ConfigIssue]:
     if config.training.update_dtype == "bfloat16":
         message = f'{fault}, and update_dtype = "bfloat16" keeps a copy of every weight'
         yield ConfigIssue(("model.quantize", "training.update_dtype"), message, 'update_dtype = "model"')
+
+
+def start_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report runs without steps that have no warm-up either or are compared, and two kinds of weights to start from."""
+    if not config.training.max_steps and not config.warmup.active:
+        length = "training.max_steps" if config.campaign.max_steps is None else "campaign.max_steps"
+        message = "is 0, but must be an integer ≥ 1: only with a [warmup] is there something to train"
+        yield ConfigIssue((length, "warmup.source"), message, "max_steps = 100")
+    elif not config.training.max_steps and config.is_campaign:
+        message = "is 0, and the seeds of a campaign share their warm-up: equal runs are no replicates to compare"
+        yield ConfigIssue(("training.max_steps", "warmup.source"), message, "a file without [campaign] for each run")
+    if config.resume.from_ and config.warmup.active:
+        message = f"is {toml(config.resume.from_)}, whose weights would replace those of the warm-up"
+        yield ConfigIssue(("resume.from", "warmup.source"), message, "remove one of the two")
 
 
 def executor_rules(config: Config) -> Iterator[ConfigIssue]:
@@ -404,11 +432,13 @@ def _last3_issues(metric: str, schedule: str, max_steps: int, eval_every: int) -
 RULES = (
     environment_rules,
     model_rules,
+    start_rules,
     executor_rules,
     server_executor_rules,
     worker_server_rules,
     shard_rules,
     learning_rules.overlong_rules,
+    warmup_rules,
     correctness_rules,
     slurm_rules,
     learning_rules.off_policy_rules,

@@ -35,12 +35,20 @@ DEFAULT_TURNS = 16
 """Most turns of an episode if `max_turns` is unset."""
 
 
+OTHER_FILE = re.compile(r"(.+)\.(tsv|json|ndjson|txt|xlsx?|arrow)")
+
+
+def names_data(value: str) -> bool:
+    """Return whether a text has the form of a data file, a directory, a hub name or a `module:function`."""
+    if value.endswith(FILE_ENDINGS) or is_plugin(value):
+        return True
+    return "/" in value and ":" not in value and OTHER_FILE.fullmatch(value) is None
+
+
 def _source(value: str | None) -> str | None:
-    if value is None or value in SOURCES or value.endswith(FILE_ENDINGS) or is_plugin(value):
+    if value is None or value in SOURCES or names_data(value):
         return value
-    file = re.fullmatch(r"(.+)\.(tsv|json|ndjson|txt|xlsx?|arrow)", value)
-    if "/" in value and not file and ":" not in value:
-        return value
+    file = OTHER_FILE.fullmatch(value)
     close = difflib.get_close_matches(value.rpartition("/")[2], [*SOURCES, "hendrycks_math"], n=1, cutoff=0.6)
     name = "math" if close == ["hendrycks_math"] else close[0] if close else "arithmetic"
     if file:
@@ -127,7 +135,7 @@ class Data(Section, role=Role.SAMPLES):
     beside the largest `max_tokens`."""
     long_prompts: Literal["error", "skip"] = "error"
     """Treatment of longer prompts: `error` reports them before training; `skip` removes such problems from training and
-    evaluation and reports their number."""
+    evaluation and reports their number. Also for over-long examples of [warmup]."""
     levels: Annotated[list[Level], Field(min_length=1)] | None = None
     """Difficulties of generated problems; unset is all of them."""
     size: Annotated[Count, ActiveIf("data.source", ("arithmetic",))] = 20_000

@@ -61,8 +61,8 @@ class Training(Section, role=Role.LEARNS):
 
     seed: Annotated[Seed, MinusOneIsZero, Role.LEARNS | Role.NAMES] = 0
     """Seed of a single run; `[campaign] seeds` replaces it in a campaign. -1 ("no seed") is read as 0."""
-    max_steps: Count = 100
-    """Optimizer steps of a run."""
+    max_steps: Natural = 100
+    """Optimizer steps of a run; 0, with a [warmup] only, evaluates what the warm-up has trained."""
     batch_size: Count = 8
     """Prompts per step."""
     group_size: Count = 8

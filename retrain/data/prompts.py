@@ -87,14 +87,15 @@ class Renderer:
             raise DataError(f"problem {problem.id} has no tokens")
         return Prompt(problem, text, tuple(int(token) for token in token_ids), tuple(messages))
 
-    def text(self, messages: Sequence[Mapping[str, object]], tools: Tools = ()) -> str:
-        """Return the rendered conversation up to the model's answer. Raises ModelError if the template rejects it."""
+    def text(self, messages: Sequence[Mapping[str, object]], tools: Tools = (), is_prompt: bool = True) -> str:
+        """Return the rendered conversation; with ``is_prompt``, also the text before the model's next answer. Raises
+        ModelError if the template rejects it."""
         extra: dict[str, object] = dict(self.data.chat_template_kwargs)
         if tools:
             extra["tools"] = [dict(tool) for tool in tools]
         try:
             return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **extra
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=is_prompt, **extra
             )
         except Exception as error:  # whatever the template's own code raises
             raise ModelError(f"the tokenizer's chat template refuses the conversation: {error}") from error

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from retrain.config.base import is_plugin
 from retrain.config.tasks import FILE_ENDINGS, TESTED, Data
@@ -50,6 +51,9 @@ class ProblemColumns:
         return replace(self, prompt=prompt, answer=answer)
 
 
+NO_COLUMNS = ProblemColumns(None, None)
+
+
 @dataclass(frozen=True)
 class HubSource:
     repository: str
@@ -78,7 +82,8 @@ def read_problems(source: str, split: str, data: Data, base_dir: Path | None) ->
     PluginError, or NoSplit if the source has only other splits."""
     columns = ProblemColumns(data.prompt_column, data.answer_column, (data.tags_column,) if data.tags_column else ())
     if source.endswith(FILE_ENDINGS):
-        return file_problems(source, columns, base_dir)
+        problems = problems_of_rows(file_rows(source, base_dir), columns, f"the file {source}")
+        return [replace(problem, id=Path(problem.id).name) for problem in problems]  # the same on every machine
     if source == HUMAN_EVAL:
         return human_eval_problems()
     if is_plugin(source):
@@ -88,7 +93,7 @@ def read_problems(source: str, split: str, data: Data, base_dir: Path | None) ->
     if source in HUB or (known is not None and directory is None and data.subset is None):
         return hub_problems(known or source, split)
     if directory is not None or HUB_NAME.fullmatch(source):
-        return table_problems(source, split, columns, data.subset, directory=directory)
+        return table_problems(Table(source, split, data.subset, directory), columns)
     raise DataError(
         f"data source {source!r}: no such directory, and neither arithmetic, {', '.join(HUB)}, a .jsonl, .csv or "
         ".parquet file, a hub name such as owner/name, nor a module:function"
@@ -102,16 +107,30 @@ def has_splits(source: str, base_dir: Path | None) -> bool:
     return not is_plugin(source) or takes_split(source, base_dir)
 
 
-def file_problems(source: str, columns: ProblemColumns, base_dir: Path | None = None) -> list[Problem]:
-    """Return the problems of a ``.jsonl``, ``.csv`` or ``.parquet`` file, looked up in ``base_dir``, then the current
+def read_rows(source: str, split: str, subset: str | None, base_dir: Path | None, section: str) -> Iterator[Row]:
+    """Yield the rows of a file, directory, hub data set or function. ``section``: the section whose keys errors name.
+    Raises DataError, MissingExtra or PluginError."""
+    if source.endswith(FILE_ENDINGS):
+        yield from file_rows(source, base_dir)
+    elif is_plugin(source):
+        for where, item in function_items(source, split, base_dir):
+            if not isinstance(item, Mapping):
+                raise PluginError(f"data source {source!r} returned {type(item).__name__} at {where}, not a mapping")
+            yield where, item
+    elif (directory := directory_of(source, base_dir)) is not None or HUB_NAME.fullmatch(source):
+        yield from table_rows(Table(source, split, subset, directory, section=section))
+    else:
+        raise DataError(f"data source {source!r}: no such directory, and no hub name such as owner/name")
+
+
+def file_rows(source: str, base_dir: Path | None = None) -> Iterator[Row]:
+    """Yield the rows of a ``.jsonl``, ``.csv`` or ``.parquet`` file, looked up in ``base_dir``, then the current
     directory.
 
     Raises DataError naming ``file:line`` for the first malformed row, MissingExtra for Parquet without pyarrow.
     """
     path = existing_file(source, base_dir, "data source", DataError)
-    rows = {".parquet": parquet_rows, ".csv": csv_rows}.get(path.suffix, jsonl_rows)(path, source)
-    problems = problems_of_rows(rows, columns, f"the file {path}")
-    return [replace(problem, id=Path(problem.id).name) for problem in problems]  # the same on every machine
+    yield from {".parquet": parquet_rows, ".csv": csv_rows}.get(path.suffix, jsonl_rows)(path, source)
 
 
 def human_eval_problems() -> list[Problem]:
@@ -142,7 +161,7 @@ def jsonl_rows(path: Path, label: str) -> Iterator[Row]:
         if not text:
             continue
         if not isinstance(row, dict):
-            raise DataError(f'{where}  is not an object: write {{"prompt": "…", "answer": "…"}}')
+            raise DataError(f'{where}  is not an object such as {{"prompt": "…", …}}')
         yield where, row
 
 
@@ -200,7 +219,7 @@ def hub_problems(name: str, split: str) -> list[Problem]:
     hub, problems = HUB[name], list[Problem]()
     for configuration in hub.configurations:
         prefix = name if len(hub.configurations) == 1 else f"{name}/{configuration}"
-        problems += table_problems(hub.repository, split, hub.columns, configuration, prefix)
+        problems += table_problems(Table(hub.repository, split, configuration, name=prefix), hub.columns)
     return problems
 
 
@@ -219,69 +238,75 @@ def directory_of(source: str, base_dir: Path | None) -> Path | None:
     return next((folder.resolve() for folder in folders if folder.is_dir()), None)
 
 
-def table_problems(
-    source: str,
-    split: str,
-    columns: ProblemColumns,
-    subset: str | None = None,
-    name: str = "",
-    directory: Path | None = None,
-) -> list[Problem]:
-    """Return the problems of one split, read by ``datasets``: from a hub repository (cached or downloaded), or from a
-    local ``directory`` with the layout of the hub or of ``save_to_disk``.
+class Table(NamedTuple):
+    """One split of a data set that ``datasets`` reads: a hub repository, or a local ``directory`` with the layout of
+    the hub or of ``save_to_disk``. ``subset``: the configuration; ``name``: prefix of the rows' ids, unset is the
+    source; ``section``: the section whose keys errors name."""
 
-    ``subset``: the configuration; ``name``: prefix of problem ids. Raises MissingExtra without ``datasets``, NoSplit
-    with the existing splits, DataError if the data cannot be read or downloaded.
-    """
-    name = name or (directory.name if directory else source)
+    source: str
+    split: str
+    subset: str | None = None
+    directory: Path | None = None
+    name: str = ""
+    section: str = "data"
+
+
+def table_problems(table: Table, columns: ProblemColumns) -> list[Problem]:
+    return problems_of_rows(table_rows(table, columns), columns, f"{table.source}, split {table.split!r}")
+
+
+def table_rows(table: Table, columns: ProblemColumns = NO_COLUMNS) -> Iterator[Row]:
+    """Yield the rows of a table, cached or downloaded. Raises MissingExtra without ``datasets``, NoSplit with the
+    existing splits, DataError if the data cannot be read or downloaded."""
+    directory, name = table.directory, table.name or (table.directory.name if table.directory else table.source)
     try:
         import datasets
     except ModuleNotFoundError:
-        raise missing(f"data source {source!r}", "datasets") from None
+        raise missing(f"data source {table.source!r}", "datasets") from None
     # The setting is global, and is therefore restored below.
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        table = _table(datasets, str(directory or source), subset, split)
+        rows = _rows(datasets, str(directory or table.source), table)
     except NoSplit:
         raise
     except Exception as error:  # the library and the hub's client fail in many ways
-        raise DataError(_no_table(source, split, columns, error, directory)) from error
+        raise DataError(_no_table(table, columns, error)) from error
     finally:
         if not bars:
             datasets.enable_progress_bars()
-    rows = ((f"{name}/{split}:{number}", row) for number, row in enumerate(table, start=1))
-    return problems_of_rows(rows, columns, f"{source}, split {split!r}")
+    yield from ((f"{name}/{table.split}:{number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _table(datasets: ModuleType, location: str, subset: str | None, split: str) -> Iterable[Mapping[str, object]]:
-    tables = None
+def _rows(datasets: ModuleType, location: str, table: Table) -> Iterable[Mapping[str, object]]:
+    tables, split = None, table.split
     if (Path(location) / "dataset_dict.json").is_file():
         tables = datasets.load_from_disk(location)
     elif (Path(location) / "state.json").is_file():
         tables = {"train": datasets.load_from_disk(location)}
     if tables is not None:
         if split not in tables:
-            raise NoSplit(_no_split(location, split, list(tables)))
+            raise NoSplit(_no_split(location, table, list(tables)))
         return tables[split]
     try:
-        return datasets.load_dataset(location, subset, split=split)
+        return datasets.load_dataset(location, table.subset, split=split)
     except ValueError as error:
         splits = re.match(r"Unknown split .*?Should be one of (\[.*\])", str(error), re.DOTALL)
         if splits is None:
             raise
-        raise NoSplit(_no_split(location, split, re.findall(r"'([^']+)'", splits[1]))) from None
+        raise NoSplit(_no_split(location, table, re.findall(r"'([^']+)'", splits[1]))) from None
 
 
-def _no_split(location: str, split: str, splits: list[str]) -> str:
-    return f'data source {location!r} has no split "{split}": set [data] split and eval_split to some of {splits}'
+def _no_split(location: str, table: Table, splits: list[str]) -> str:
+    keys = f"set [{table.section}] split and eval_split to some of {splits}"
+    return f'data source {location!r} has no split "{table.split}": {keys}'
 
 
-def _no_table(source: str, split: str, columns: ProblemColumns, error: Exception, directory: Path | None) -> str:
-    text = str(error.__cause__ or error)
+def _no_table(table: Table, columns: ProblemColumns, error: Exception) -> str:
+    text, (source, split, directory) = str(error.__cause__ or error), (table.source, table.split, table.directory)
     several = re.search(r"(?:available configs|Available): (\[.*?\])", text)
     if several:
-        return f"data source {source!r} has several configurations: set [data] subset to one of {several[1]}"
+        return f"data source {source!r} has several configurations: set [{table.section}] subset to one of {several[1]}"
     reason = text.splitlines()[0] if text else type(error).__name__
     if directory is not None:
         return f"data source {source!r} ({directory}) cannot be read as a data set, split {split!r}: {reason}"
@@ -289,7 +314,7 @@ def _no_table(source: str, split: str, columns: ProblemColumns, error: Exception
     keys = "".join(f'  {key} = "{column}"' for column, key in named if column)
     return (
         f"data source {source!r} (split {split!r}) cannot be loaded: {reason}. Without a hub, use a copy as a file:  "
-        f'[data] source = "path/{split}.jsonl"{keys}'
+        f'[{table.section}] source = "path/{split}.jsonl"{keys}'
     )
 
 
@@ -299,23 +324,12 @@ def takes_split(source: str, base_dir: Path | None = None) -> bool:
 
 
 def function_problems(source: str, split: str, columns: ProblemColumns, base_dir: Path | None = None) -> list[Problem]:
-    """Return the problems of ``module:function``, called with the split if it takes a parameter.
+    """Return the problems of ``module:function``, which returns Problems, or mappings with the configured columns.
 
-    The function returns Problems, or mappings with the configured columns. Raises PluginError if it cannot be loaded or
-    returns something else, DataError for no problems or more than MAX_PROBLEMS; its own exceptions propagate.
+    Raises the errors of ``function_items``, PluginError for other items, DataError for no problems.
     """
-    function = load_function(source, base_dir, "data source")
-    items = function(split) if takes_split(source, base_dir) else function()
-    if not isinstance(items, Iterable) or isinstance(items, str | bytes | Mapping):
-        raise PluginError(f"data source {source!r} returned {type(items).__name__}, not a list of problems")
     problems: list[Problem] = []
-    for number, item in enumerate(items, start=1):
-        if number > MAX_PROBLEMS:
-            raise DataError(
-                f"data source {source!r} makes more than {MAX_PROBLEMS:,} problems for the split {split!r}: a "
-                "generator must end; at most so many are read"
-            )
-        where = f"{source}:{split}:{number}"
+    for number, (where, item) in enumerate(function_items(source, split, base_dir), start=1):
         if isinstance(item, Problem):
             _prompt(where, "prompt", list(item.prompt) if isinstance(item.prompt, tuple) else item.prompt)
             problems.append(item)
@@ -327,6 +341,25 @@ def function_problems(source: str, split: str, columns: ProblemColumns, base_dir
     if not problems:
         raise DataError(f"data source {source!r} returned no problems for the split {split!r}")
     return problems
+
+
+def function_items(source: str, split: str, base_dir: Path | None = None) -> Iterator[tuple[str, object]]:
+    """Yield what ``module:function`` returns, with locations. It is called with the split if it takes a parameter.
+
+    Raises PluginError if the function cannot be loaded or returns no list, DataError for more than MAX_PROBLEMS items;
+    its own exceptions propagate.
+    """
+    function = load_function(source, base_dir, "data source")
+    items = function(split) if takes_split(source, base_dir) else function()
+    if not isinstance(items, Iterable) or isinstance(items, str | bytes | Mapping):
+        raise PluginError(f"data source {source!r} returned {type(items).__name__}, not a list of problems")
+    for number, item in enumerate(items, start=1):
+        if number > MAX_PROBLEMS:
+            raise DataError(
+                f"data source {source!r} makes more than {MAX_PROBLEMS:,} problems for the split {split!r}: a "
+                "generator must end; at most so many are read"
+            )
+        yield f"{source}:{split}:{number}", item
 
 
 def problems_of_rows(rows: Iterable[Row], columns: ProblemColumns, source: str) -> list[Problem]:

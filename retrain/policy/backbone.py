@@ -210,6 +210,7 @@ def token_logprobs(
     entropy_gradient: bool = True,
     lap: Lap = no_lap,
     hidden_MH: Tensor | None = None,
+    top_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability [B, T] of each action token, and its entropy (None without ``entropy``); 0 in the
     padding.
@@ -217,7 +218,7 @@ def token_logprobs(
     The distribution is the one that the engine samples from: softmax(logits / temperature) over the vocabulary, or over
     the recorded support of each token, in fp32 (fp64 for fp64 bases). ``batch`` is on the base's device. ``lap`` is
     called with "forward" and "compute_entropy" when these sections end; ``hidden_MH``: hidden states that are already
-    computed.
+    computed. ``top_M`` receives the highest log-probability for each action token.
     """
     backbone, layout = backbone_of(base), batch.layout
     if backbone.head is not None:
@@ -235,6 +236,7 @@ def token_logprobs(
             entropy_gradient=entropy_gradient,
             lap=lap,
             supports=batch.supports,
+            top_N=top_M,
         )
     else:
         real = torch.float64 if base.dtype == torch.float64 else torch.float32
@@ -243,6 +245,8 @@ def token_logprobs(
             z_MV = batch.supports.only(z_MV)
         logprobs_MV = torch.log_softmax(z_MV, dim=-1)
         chosen_M = logprobs_MV.gather(-1, batch.targets_M.unsqueeze(-1)).squeeze(-1)
+        if top_M is not None:
+            top_M.copy_(logprobs_MV.detach().amax(-1))
         entropy_M = None
         if entropy:
             lap("forward")
@@ -298,16 +302,19 @@ def score_microbatches(
     adapter: LoraWeights,
     temperature: float,
     critic: tuple[LoraWeights, ValueHead] | None = None,
+    reference: LoraWeights | None = None,
 ) -> Scored:
-    """Score every micro-batch by forward passes without gradients. ``want`` decides which models run: the base, the
-    policy with ``adapter``, the ``critic`` (its adapter and value head)."""
+    """Score every micro-batch by forward passes without gradients. ``want`` decides which models run: the reference
+    (the base, with the adapter ``reference`` after a warm-up), the policy with ``adapter``, the ``critic`` (its adapter
+    and value head)."""
     scores: Scored = []
     for samples in parts:
         batch = collate(samples, lanes.base).to(lanes.base.device)
         tables: dict[Want, Tensor | None] = {}
         with torch.no_grad():
             if Want.REFERENCE in want:
-                tables[Want.REFERENCE], _ = token_logprobs(lanes.base, batch, temperature)
+                with lanes.single(reference):
+                    tables[Want.REFERENCE], _ = token_logprobs(lanes.base, batch, temperature)
             if want & {Want.LOGPROBS, Want.ENTROPY}:
                 with lanes.single(adapter):
                     tables[Want.LOGPROBS], tables[Want.ENTROPY] = token_logprobs(

@@ -64,6 +64,10 @@ class Head:
     multiplier: float = 1.0
     product_VH: Tensor | None = None
 
+    @property
+    def logit_dtype(self) -> torch.dtype:
+        return torch.float64 if self.weight_VH.dtype == torch.float64 else torch.float32
+
     def products(self, hidden_RH: Tensor) -> Tensor:
         z_RV = fp32_product(hidden_RH, self.weight_VH if self.product_VH is None else self.product_VH)
         if self.bias_V is not None:
@@ -92,21 +96,24 @@ class Head:
         entropy_gradient: bool = True,
         lap: Lap = no_lap,
         supports: Supports | None = None,
+        top_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probability [N] of the targets under softmax(logits / temperature) over ``supports``, and with
         ``entropy`` the entropy [N] of that distribution, else None.
 
         Gradients reach ``hidden_NH`` only; those of the entropy need ``entropy_gradient``. ``lap`` is called with
-        "forward" before and "compute_entropy" after the entropy of each chunk.
+        "forward" before and "compute_entropy" after the entropy of each chunk. ``top_N`` receives each row's highest
+        log-probability.
         """
         entropies = (entropy, entropy_gradient)
-        chosen_N, entropy_N = _Logprobs.apply(hidden_NH, targets_N, self, temperature, entropies, lap, supports)  # pyright: ignore[reportGeneralTypeIssues]
+        chosen_N, entropy_N = _Logprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+            hidden_NH, (targets_N, top_N), self, temperature, entropies, lap, supports
+        )
         return chosen_N, entropy_N if entropy else None
 
     def chunk_rows(self) -> int:
-        real = 8 if self.weight_VH.dtype == torch.float64 else 4
         most = CHUNK_BYTES.get(self.weight_VH.device.type, CHUNK_BYTES["cuda"])
-        return max(16, most // (real * self.weight_VH.shape[0]))
+        return max(16, most // (self.logit_dtype.itemsize * self.weight_VH.shape[0]))
 
 
 class _Logprobs(torch.autograd.Function):
@@ -114,15 +121,16 @@ class _Logprobs(torch.autograd.Function):
     def forward(
         ctx: Context,
         hidden_NH: Tensor,
-        targets_N: Tensor,
+        targets: tuple[Tensor, Tensor | None],
         head: Head,
         temperature: float,
         entropies: tuple[bool, bool],
         lap: Lap,
         supports: Supports | None,
     ) -> tuple[Tensor, Tensor]:
+        targets_N, top_N = targets
         weight_VH, (entropy, entropy_gradient) = head.weight_VH, entropies
-        real = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
+        real = head.logit_dtype
         chosen_N = torch.empty(len(hidden_NH), dtype=real, device=hidden_NH.device)
         entropy_N = torch.empty_like(chosen_N) if entropy else chosen_N.new_empty(0)
         needs_gradient = ctx.needs_input_grad[0]
@@ -138,6 +146,8 @@ class _Logprobs(torch.autograd.Function):
                 z_RV = supports.only(z_RV, start)
             logprobs_RV = torch.log_softmax(z_RV, -1)
             chosen_N[part] = logprobs_RV.gather(1, target_R1).squeeze(1)
+            if top_N is not None:
+                top_N[part] = logprobs_RV.amax(1)
             if not needs_gradient and not entropy:
                 continue
             # In the logits' memory, which nothing reads any more: one table [R, V] less.
@@ -200,8 +210,7 @@ class _Divergence(torch.autograd.Function):
         top: int,
         temperature: float,
     ) -> Tensor:
-        weight_VH = head.weight_VH
-        real = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
+        weight_VH, real = head.weight_VH, head.logit_dtype
         values_N = torch.empty(len(hidden_NH), dtype=real, device=hidden_NH.device)
         needs_gradient = ctx.needs_input_grad[0]
         slopes_NH = torch.empty_like(hidden_NH) if needs_gradient else None

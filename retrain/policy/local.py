@@ -1,6 +1,5 @@
 """The built-in policy: a LoRA adapter over a frozen base that other runs share, with its optimizer."""
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,7 +88,8 @@ class LocalPolicy(Policy):
         self.bfloat16 = training.update_dtype == "bfloat16"
         self.teacher = teacher
         self.version = 0
-        self._reference_s = 0.0  # Seconds of the base's forward passes in `score` since the last update
+        self.reference: LoraWeights | None = None  # None: the reference policy is the base
+        self._reference_s = 0.0  # Seconds of the reference's forward passes in `score` since the last update
 
     @property
     def capabilities(self) -> Mapping[str, bool]:
@@ -137,7 +137,8 @@ class LocalPolicy(Policy):
     def _compute_scores(self, want: frozenset[Want], adapter: LoraWeights, batches: Sequence[list[Sample]]) -> Scored:
         critic = None if self.critic is None else (self.critic.adapter or self.adapter, self.critic.head)
         with products_in_bfloat16(self.bfloat16):
-            return score_microbatches(self.lanes, batches, want, adapter, self.config.training.temperature, critic)
+            temperature, reference = self.config.training.temperature, self.reference
+            return score_microbatches(self.lanes, batches, want, adapter, temperature, critic, reference)
 
     def update(self, batch: StepBatch, objective: Objective, lr: float) -> UpdateResult:
         clip_norm = self.config.optimizer.grad_clip_norm
@@ -165,10 +166,11 @@ class LocalPolicy(Policy):
     @property
     def _context(self) -> UpdateContext:
         dropout, workers = self.config.lora.dropout, self.workers or Workers()
-        return UpdateContext(self.lanes, self.budget, workers, dropout, self.bfloat16, self.ranks, self.teacher)
+        shared = (self.bfloat16, self.ranks, self.teacher, self.reference)
+        return UpdateContext(self.lanes, self.budget, workers, dropout, *shared)
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(self.adapter.flat.detach().cpu().numpy().tobytes()).hexdigest()[:16]
+        return self.adapter.fingerprint()
 
     def snapshot(self, resumable: bool = False) -> LocalSnapshot:
         model, lora = self.config.model, self.config.lora
@@ -189,6 +191,12 @@ class LocalPolicy(Policy):
         load_moments(self.optimizer, {f"0.{name}": tensor for name, tensor in load_file(directory / OPTIMIZER).items()})
         if self.critic is not None:
             self.critic.load(directory)
+
+    def start_from(self, weights: LoraWeights) -> None:
+        """Begin with a copy of ``weights``, which also become the reference policy."""
+        with torch.no_grad():
+            self.adapter.flat.copy_(weights.flat)
+        self.reference = weights
 
     def begin_with(self, directory: Path) -> None:
         """Load the weights of a PEFT directory. Raises ModelError if none of them fit, UsageError if their LoRA

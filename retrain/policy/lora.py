@@ -8,6 +8,7 @@ uniform, B zero), ΔW = (alpha/r)·B·A; master weights are fp32 whatever the ba
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,9 @@ class LoraWeights:
         """Return the detached (A, B) of every layer, without the rows and columns beyond the live rank."""
         live = self.live_rank
         return {s.name: (self.A[s.name].detach()[:live], self.B[s.name].detach()[:, :live]) for s in self.shapes}
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.flat.detach().cpu().numpy().tobytes()).hexdigest()[:16]
 
     def frozen(self, device: torch.device | str | None = None) -> LoraWeights:
         """Return a copy of the current weights on ``device``; None: on the same device."""
@@ -220,8 +224,9 @@ class Lanes:
     def new_adapter(self, rank: int, alpha: float) -> Adapter:
         return Adapter(self.shapes, rank, alpha, self.base.device)
 
-    def single(self, adapter: LoraWeights, dropout: float = 0.0) -> AbstractContextManager[None]:
-        """Apply ``adapter`` to all rows. An ``Adapter`` receives gradients, a frozen copy does not."""
+    def single(self, adapter: LoraWeights | None, dropout: float = 0.0) -> AbstractContextManager[None]:
+        """Apply ``adapter`` to all rows; None is the base. An ``Adapter`` receives gradients, a frozen copy does
+        not."""
         return thread_values(self.mode, adapter=adapter, dropout=dropout)
 
     def stack(self, adapters: Sequence[LoraWeights]) -> Stacks:

@@ -44,6 +44,10 @@ class Objective:
         return any(term.coef > 0 for term in self.terms if isinstance(term, EntropyTerm))
 
     @property
+    def is_supervised(self) -> bool:
+        return any(isinstance(term, SupervisedTerm) for term in self.terms)
+
+    @property
     def kl_coef(self) -> float:
         return sum(term.coef for term in self.terms if isinstance(term, KLTerm))
 
@@ -134,10 +138,11 @@ class TokenScores:
 
     logprobs_BT: Tensor | None = None
     entropy_BT: Tensor | None = None
-    reference_BT: Tensor | None = None  # Of the frozen base: the only one without a gradient
+    reference_BT: Tensor | None = None  # Of the reference policy: the only one without a gradient
     values_BT: Tensor | None = None
     divergence_BT: Tensor | None = None  # D_α from a teacher
     taught_BT: Tensor | None = None  # bool: action tokens of samples with a teacher
+    top_BT: Tensor | None = None  # Log-probability of the likeliest token
 
 
 class Term(Protocol):
@@ -394,4 +399,30 @@ class TeacherTerm(Term):
         return self.weight * loss_BT, {
             "divergence": loss_BT.detach().double().sum(),
             "taught_tokens": mask_BT.double().sum(),
+        }
+
+
+@dataclass(frozen=True)
+class SupervisedTerm(Term):
+    """The negative log-likelihood of the tokens in the loss mask. Without ``trains`` it is only measured: samples with
+    advantages of 0 then need no backward pass."""
+
+    trains: bool = True
+    needs: ClassVar[frozenset[Want]] = frozenset({Want.LOGPROBS})
+
+    @property
+    def every_sequence(self) -> bool:
+        return self.trains
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, Sums]:
+        assert scores.logprobs_BT is not None
+        assert scores.top_BT is not None
+        mask_BT = batch.loss_mask_BT
+        _require_finite("log-probability", scores.logprobs_BT, mask_BT)
+        loss_BT = torch.where(mask_BT, -scores.logprobs_BT, 0.0)
+        likeliest_BT = mask_BT & (scores.logprobs_BT.detach() >= scores.top_BT)
+        return loss_BT, {
+            "loss": loss_BT.detach().double().sum(),
+            "likeliest": likeliest_BT.double().sum(),
+            "tokens": mask_BT.double().sum(),
         }

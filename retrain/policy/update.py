@@ -27,7 +27,7 @@ from retrain.policy.backbone import (
 )
 from retrain.policy.base import BaseModel
 from retrain.policy.head import Head, ValueHead, head_divergence
-from retrain.policy.lora import Adapter, Lanes, OptimizerStep
+from retrain.policy.lora import Adapter, Lanes, LoraWeights, OptimizerStep
 from retrain.policy.objective import NotFiniteError, Objective, TeacherTerm, TokenScores, ValueTerm
 from retrain.policy.packing import Budget, Layout, MicroBatch, split_microbatches, update_mode, with_prompt
 from retrain.ranks import RankGroup
@@ -101,6 +101,7 @@ class UpdateContext:
     bfloat16: bool = False  # Round an fp32 base's products (``policy.arithmetic``)
     ranks: RankGroup | None = None  # Processes that each compute a share of the micro-batches
     teacher: DistributionTeacher | None = None  # For a ``TeacherTerm``
+    reference: LoraWeights | None = None  # Adapter of the reference policy; None: the base itself
 
     @property
     def parallelism(self) -> int:
@@ -246,7 +247,7 @@ class GradientAccumulator:
     def _reference_logprobs(self, batch: MicroBatch, timer: PhaseTimer) -> Tensor | None:
         if Want.REFERENCE not in self.objective.needs:
             return None
-        with torch.no_grad():  # no lane is active: the model is the frozen base
+        with torch.no_grad(), self.context.lanes.single(self.context.reference):
             reference_BT, _ = token_logprobs(self.base, batch, self.objective.temperature)
         timer.lap("compute_kl")
         return reference_BT
@@ -256,7 +257,8 @@ class GradientAccumulator:
             return None
         assert self.context.teacher is not None, "a term of the loss wants a teacher"
         views = [with_prompt(s, s.teacher_prompt) if s.teacher_prompt else s for s in samples]
-        states = self.context.teacher.states(self.context.lanes, self.adapter, views)
+        with self.context.lanes.single(self.context.reference):  # the teacher "base" scores with the reference policy
+            states = self.context.teacher.states(self.context.lanes, self.adapter, views)
         timer.lap("compute_kl")
         return states
 
@@ -282,6 +284,7 @@ class GradientAccumulator:
             divergence_BT = as_table(self._divergence(hidden_MH, *teacher), batch)
             has_teacher_B1 = torch.tensor([[sample.teacher_prompt is not None] for sample in samples])
             taught_BT = batch.action_BT & has_teacher_B1.to(self.base.device)
+        top_M = batch.sampler_logprobs_BT.new_empty(len(batch.targets_M)) if self.objective.is_supervised else None
         logprobs_BT, entropy_BT = token_logprobs(
             self.base,
             batch,
@@ -290,8 +293,10 @@ class GradientAccumulator:
             entropy_gradient=self.objective.entropy_gradient,
             lap=timer.lap,
             hidden_MH=hidden_MH,
+            top_M=top_M,
         )
-        return TokenScores(logprobs_BT, entropy_BT, reference_BT, values_BT, divergence_BT, taught_BT)
+        top_BT = None if top_M is None else as_table(top_M, batch)
+        return TokenScores(logprobs_BT, entropy_BT, reference_BT, values_BT, divergence_BT, taught_BT, top_BT)
 
     def _divergence(self, hidden_MH: Tensor, teacher_MH: Tensor, teacher: Head) -> Tensor:
         term = next(term for term in self.objective.terms if isinstance(term, TeacherTerm))

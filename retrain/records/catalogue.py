@@ -462,10 +462,28 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("eval/<name>/<tag>/pass@<k>", "pass@k of the problems with this tag, for k = n", "share"),
     _metric("eval/<name>/<tag>/maj@<k>", "maj@k of the problems with this tag, for k = n", "share"),
 )],
+# Only in ``warmup/<hash>/metrics.jsonl``, where ``step`` is the steps of the warm-up done and row 0 is the base
+"Supervised warm-up": [replace(metric, requires="warmup") for metric in (
+    _metric("sft/loss", "mean −log π of the completion tokens of the batch, before the step's update", "nats",
+            "falling"),
+    _metric("sft/token_accuracy", "share of completion tokens of the batch to which no other token is preferred",
+            "share", "rising"),
+    _metric("sft/heldout_loss", "sft/loss over `eval_source`, after the update; at the start, after every tenth of the "
+            "steps and at the end, else null", "nats", "falling; rising is overfitting"),
+    _metric("sft/heldout_token_accuracy", "sft/token_accuracy over `eval_source`", "share", "rising"),
+    _metric("sft/lr", "learning rate: `[warmup] lr` with the schedule of `[optimizer]`", ""),
+    _metric("sft/grad_norm", "norm of the gradient before clipping to `grad_clip_norm`", ""),
+    _metric("sft/epoch", "passes over the examples so far", "passes"),
+    _metric("sft/completion_tokens", "tokens of the batch that trained", "tokens"),
+    _metric("sft/tokens", "tokens of the batch, prompts included", "tokens"),
+    _metric("sft/step_time_s", "wall clock of the step, without the held-out loss", "s"),
+    _metric("sft/tokens_per_s", "sft/tokens / sft/step_time_s", "tokens/s"),
+)],
 }
 # fmt: on
 
 METRICS: tuple[Metric, ...] = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
+WARMUP_METRICS = SECTIONS["Supervised warm-up"]
 BY_KEY: dict[str, Metric] = {metric.key: metric for metric in METRICS}
 
 

@@ -41,7 +41,7 @@ KEYS = (
     "planning.detector",
     "backend.backend",
 )
-SOURCES = ("data.source", "data.eval_source")
+SOURCES = ("data.source", "data.eval_source", "warmup.source", "warmup.eval_source")
 SET_SOURCE = "evaluation.sets.{}.source"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -33,6 +34,7 @@ from retrain.environments.build import (
     parts_of,
 )
 from retrain.errors import CheckpointError, DataError
+from retrain.ownership import claim
 from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.local import LocalPolicy, check_memory, lane_bytes, workers_of
 from retrain.policy.lora import Lanes
@@ -50,6 +52,7 @@ from retrain.training.inputs import CohortJob, Guard, allow_all
 from retrain.training.loop import Cohort
 from retrain.training.run import Run
 from retrain.training.run_builder import ResumePoint, RunBuilder, check_recorded_facts, find_resume_points, renderer_of
+from retrain.training.warmup import WarmUp, WarmUpTraining, read_warm_ups
 
 
 class ServerEvents:
@@ -108,18 +111,23 @@ def assemble(
 
     # What is quick to read comes before the weights, which may take minutes.
     modes, graders, data = bases.agreed("reading data", partial(read_inputs, specs, job, stack, bases))
+    plans = bases.agreed("reading examples", partial(read_warm_ups, specs, job.folder, bases))
     server_events = ServerEvents(observer) if config.inference.served else None
     model = load_model(specs, job, data, bases, stack, observer, server_events)
     if not is_local(config):
         data = askable(data, config, job.longest, model.tokenizer.source, context=0)
-    check = partial(check_recorded_facts, job, specs, resume_points, model, data, observer)
+    digests = {run_id: plan.digest(model.identity) for run_id, plan in plans.items()}
+    check = partial(check_recorded_facts, job, specs, resume_points, model, data, digests, observer)
     check_on_first_rank(check, resume_points, data, bases)
     if server_events is not None:
         bases.from_first("checking servers", partial(check_servers, model.engine, bases, specs, server_events))
     for note in (*data.notes, *model.notes):  # only after all checks
         observer.message(note)
 
-    builder = RunBuilder(job, model, data, observer, stack, guard, writes=ranks is None or ranks.is_first)
+    writes = ranks is None or ranks.is_first
+    owner = claim(job.directory) if plans and writes else None
+    warm_ups = WarmUpTraining(job.directory, owner, bases, model.workers, observer.message, stop).adapters(plans)
+    builder = RunBuilder(job, model, data, warm_ups, observer, stack, guard, writes)
     runs: list[Run] = []
     for spec, own_modes in zip(specs, modes, strict=True):
         grader, point = graders[spec.config.reward.grading], resume_points[spec.run_id]
@@ -132,7 +140,7 @@ def assemble(
         stack.callback(server_events.detach)
     restore_engine(model, runs)
 
-    evaluator = evaluator_of(specs[0], job.directory, model, ranks)
+    evaluator = evaluator_of(specs[0], job.directory, model, ranks, warm_ups)
     return Cohort(model.engine, runs, evaluator, observer, stop, model.workers, pressure_of(runs, model))
 
 
@@ -272,13 +280,16 @@ def restore_engine(model: CohortModel, runs: Sequence[Run]) -> None:
         model.engine.restore(saved[max(saved)])
 
 
-def evaluator_of(spec: RunSpec, directory: Path, model: CohortModel, ranks: RankGroup | None = None) -> Evaluator:
+def evaluator_of(
+    spec: RunSpec, directory: Path, model: CohortModel, ranks: RankGroup | None = None,
+    warm_ups: Mapping[str, WarmUp] = MappingProxyType({}),
+) -> Evaluator:  # fmt: skip
     config, is_shared = spec.config, spec.is_campaign and is_local(spec.config)
     base_evaluations = BaseEvaluations(directory, model.identity) if is_shared else None
     limits = episode_limits(config, model.context)
     collector = collect if ranks is None else RankCollector(ranks, config.inference.served)
     renderer = renderer_of(model, config)
-    return Evaluator(model.engine, renderer, config.held_out, base_evaluations, limits, ranks, collector)
+    return Evaluator(model.engine, renderer, config.held_out, base_evaluations, limits, ranks, collector, warm_ups)
 
 
 def pressure_of(runs: Sequence[Run], model: CohortModel) -> Pressure | None:

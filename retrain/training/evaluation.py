@@ -5,25 +5,33 @@ number of updates gives equal answers. Sets are sampled one after another, so th
 another.
 """
 
+import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 from retrain.config.evaluation import HELDOUT, Extent, HeldOut
 from retrain.data.dataset import column_values, content_hash
 from retrain.data.prompts import Renderer, Tools
 from retrain.engines.protocol import Engine
 from retrain.environments.protocol import ONE_TURN, Environment, EpisodeLimits
+from retrain.files import append_jsonl, read_jsonl, writing
 from retrain.ranks import RankGroup
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.observer import Observer
 from retrain.records.schema.base import Row
+from retrain.records.schema.layout import EVALS
+from retrain.records.schema.rows import Evaluation
+from retrain.records.scores import eval_row
 from retrain.rollouts.collect import Collector, RolloutRequest, collect
 from retrain.training.recovery import Failures, Saver
 from retrain.training.run import Run
+from retrain.training.warmup import WarmUp
 from retrain.types import EvalRecord, Group, Message, PolicyRef, Problem, Prompt
+from retrain.util.text import percent
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,8 @@ class Evaluator:
     """Samples and grades held-out sets.
 
     ``base_evaluations`` stores evaluations of the untrained model for all cohorts of a campaign. With ``ranks``, each
-    rank samples a share of the problems, and rank 0 stores.
+    rank samples a share of the problems, and rank 0 stores. ``warm_ups``: what runs start from, by run id; a run that
+    is not in it starts from the base.
     """
 
     def __init__(
@@ -50,8 +59,10 @@ class Evaluator:
         limits: EpisodeLimits = ONE_TURN,
         ranks: RankGroup | None = None,
         collect: Collector = collect,
+        warm_ups: Mapping[str, WarmUp] = MappingProxyType({}),
     ):
         self.engine, self.renderer, self.sets = engine, _RenderedOnce(renderer), list(sets)
+        self.warm_ups = warm_ups
         self.base_evaluations, self.limits, self.ranks, self.collect = base_evaluations, limits, ranks, collect
 
     def evaluate(self, held_out: HeldOut, subjects: Sequence[EvaluatedPolicy]) -> list[EvalRecord]:
@@ -98,9 +109,13 @@ class Evaluator:
             return self.ranks.from_first("base evaluation", lambda: get(problems))
         return get(problems)
 
+    @property
+    def writes(self) -> bool:
+        return self.ranks is None or self.ranks.is_first
+
     def keep_base(self, held_out: HeldOut, environment: Environment, setting: str, record: EvalRecord) -> None:
         """Store a complete evaluation of the untrained model for later cohorts. Raises StorageError."""
-        if self.ranks is not None and not self.ranks.is_first:
+        if not self.writes:
             return
         if self.base_evaluations is not None and len(record.groups) == len(environment.problems(held_out.name)):
             self.base_evaluations.put(_key(held_out, environment, setting), record)
@@ -149,25 +164,70 @@ class CohortEvaluator:
             yield
 
     def _evaluate_base(self, held_out: HeldOut, runs: Sequence[Run]) -> None:
-        """Evaluate runs whose policies still equal the base on a held-out set. Runs with equal environment, grading and
-        seed share one evaluation, which an earlier cohort of the campaign may have made."""
-        alike: dict[str, list[Run]] = {}
+        """Evaluate runs whose policies still equal the base or their warm-up on a held-out set. Runs with equal
+        warm-up, environment, grading and seed share one evaluation, which an earlier cohort of the campaign may have
+        made. After a warm-up, the base is evaluated too."""
+        alike, results = dict[str, list[Run]](), dict[str, EvalRecord]()
+        bases: dict[str, tuple[WarmUp, EvalRecord]] = {}
         for run in runs:
             config = run.config
             audit = [config.audit.model_dump_json()] if config.audit.is_enabled else []
             rubrics = column_values(config.graded_columns, run.environments[held_out.name].problems(held_out.name))
             measured = (config.environment.measured, config.reward.grading, config.campaign.seed)
-            setting = repr((*measured, *audit, *rubrics))
-            alike.setdefault(setting, []).append(run)
-        for setting, same in list(alike.items()):
+            setting = (*measured, *audit, *rubrics)
+            if (warm_up := self.evaluator.warm_ups.get(run.run_id)) is not None:
+                of_base, setting = repr(setting), (*setting, warm_up.digest)
+                if repr(setting) not in bases:
+                    bases[repr(setting)] = warm_up, self._base_record(held_out, run, warm_up, of_base)
+            alike.setdefault(repr(setting), []).append(run)
+        new = dict(alike)
+        for setting, same in alike.items():
             earlier = self.evaluator.known_base(held_out, same[0].environments[held_out.name], setting)
             if earlier is not None:
-                del alike[setting]
+                del new[setting]
+                results[setting] = earlier
                 self._record_evaluation(same, earlier)
-        records = self._evaluate(held_out, list(alike.values()))
-        for (setting, same), record in zip(alike.items(), records, strict=True):
-            environment = same[0].environments[held_out.name]
+        records = self._evaluate(held_out, list(new.values()))
+        for (setting, same), record in zip(new.items(), records, strict=True):
+            environment, results[setting] = same[0].environments[held_out.name], record
             self.saver.submit(same[0], partial(self.evaluator.keep_base, held_out, environment, setting, record))
+        for setting, (warm_up, before) in bases.items():
+            self._report_warm_up(warm_up, setting, alike[setting][0], before, results[setting])
+
+    def _base_record(self, held_out: HeldOut, run: Run, warm_up: WarmUp, setting: str) -> EvalRecord:
+        """Return the evaluation of the base under the settings of a run that has had a warm-up."""
+        evaluator, environment = self.evaluator, run.environments[held_out.name]
+        record = evaluator.known_base(held_out, environment, setting)
+        if record is None:
+            policy = PolicyRef(f"{run.run_id}.base", 0)
+            evaluator.engine.publish(policy, warm_up.base)
+            with run.timer("eval"):
+                [record] = evaluator.evaluate(held_out, [replace(_subject(run), policy=policy)])
+            evaluator.engine.retire(policy)
+            self.saver.submit(run, partial(evaluator.keep_base, held_out, environment, setting, record))
+        return record
+
+    def _report_warm_up(
+        self, warm_up: WarmUp, setting: str, run: Run, before: EvalRecord, after: EvalRecord
+    ) -> None:  # fmt: skip
+        """Tell the accuracy of the base beside that after the warm-up, and write both to the warm-up's directory."""
+        config, context, path = run.config, run.recorder.context, warm_up.directory / EVALS
+        digest = hashlib.sha256(setting.encode()).hexdigest()[:12]
+        done = {(row["name"], row["setting"]) for row in read_jsonl(path)}
+        if run.error is not None or (before.name, digest) in done or not self.evaluator.writes:
+            return
+        rows = []
+        for record in (before, replace(after, step=warm_up.facts["steps"])):
+            sampling = {key: getattr(record, key) for key in Evaluation.field_names()}
+            strict, audited = config.reward.strict_answers, config.audit.is_enabled
+            numbers = eval_row(record, context.tags_of(record.name), strict, audited)
+            rows.append(sampling | {"setting": digest} | numbers)
+        with self.failures.isolated(run), writing(path):
+            append_jsonl(path, rows)
+        old, new = (percent(row[f"eval/{before.name}/correct_rate"]) for row in rows)
+        line = f"warm-up {warm_up.digest}: accuracy on {before.name} {old} (base) → {new} (after the warm-up)"
+        run.recorder.log(line)
+        self.observer.message(line)
 
     def _evaluate(self, held_out: HeldOut, alike: Sequence[Sequence[Run]]) -> list[EvalRecord]:
         """Evaluate the first run of each list in ``alike`` on a held-out set, in one decode batch; record the result

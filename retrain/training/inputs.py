@@ -52,12 +52,13 @@ def change_line(name: str, old: object, new: object) -> str:
 
 def world_changes(facts: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Return one line for each fact that differs from a run's record: weights and tokenizer of the base, data, teacher,
-    rubrics.
+    rubrics, warm-up.
 
     ``facts`` (the record) and ``now`` are nested as in config.json.
     """
     names = {"base.fingerprint": BASE_WEIGHTS, "base.tokenizer": "tokenizer of the base model", "data_hash": "data"}
-    return _differences(facts, now, names | {"taught_by": "weights of the teacher", "rubrics": "rubrics of the data"})
+    names |= {"taught_by": "weights of the teacher", "rubrics": "rubrics of the data", "warmup_hash": "warm-up"}
+    return _differences(facts, now, names)
 
 
 def machine_changes(facts: Mapping[str, object], now: Mapping[str, object]) -> list[str]:

@@ -182,12 +182,13 @@ class Cohort:
             run.publish_to(self.engine)
             for row in first_evaluations(run):
                 self.observer.evaluated(run.spec, row["name"], row)
-            if run.finished:  # killed between its last checkpoint and being recorded as done
+            if run.finished and run.step:  # killed between its last checkpoint and being recorded as done
                 self._save_if_due([run], {})
             if run.step == 0 and run.config.evaluation.at_start:
                 untrained.append(run)
         yield
         yield from self.evaluations.untrained(untrained)
+        self._save_if_due([run for run in _alive(self.runs) if run.finished and not run.step], {})  # max_steps = 0
 
 
 def _alive(runs: Iterable[Run]) -> list[Run]:

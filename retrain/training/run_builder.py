@@ -24,6 +24,7 @@ from retrain.errors import UsageError
 from retrain.files import prepare_directory
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
+from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import Objective
 from retrain.records.context import RunContext
 from retrain.records.environment import is_source, module_hashes, named_code, run_facts, system_files
@@ -31,7 +32,7 @@ from retrain.records.observer import Observer
 from retrain.records.reader import intact_config
 from retrain.records.recorder import NullRecorder, RunRecorder
 from retrain.records.schema.base import Row, Values
-from retrain.records.schema.layout import CONFIG
+from retrain.records.schema.layout import CONFIG, WARMUP
 from retrain.rewards import Grader
 from retrain.rollouts.collect import RecentWeights
 from retrain.training.bases import CohortModel
@@ -40,6 +41,7 @@ from retrain.training.inputs import BASE_WEIGHTS, CohortJob, Guard, machine_chan
 from retrain.training.recovery import continue_from, resume
 from retrain.training.run import DataCursor, RolloutRequests, Run
 from retrain.training.updates import UpdatePlan, learning_rate
+from retrain.training.warmup import WarmUp
 from retrain.types import Problem
 
 
@@ -107,14 +109,17 @@ def _common_resume_points(job: CohortJob, group: Sequence[RunSpec]) -> tuple[int
 
 def check_recorded_facts(
     job: CohortJob, specs: Sequence[RunSpec], points: Mapping[str, ResumePoint], model: CohortModel, data: Dataset,
-    observer: Observer,
+    warm_ups: Mapping[str, str], observer: Observer,
 ) -> None:  # fmt: skip
-    """Compare base, data and machine with the runs' records, and store the present ones in ``points`` for the new
-    records. Raises RecordsDiffer for differences that the user has not accepted."""
+    """Compare base, data, warm-up and machine with the runs' records, and store the present ones in ``points`` for the
+    new records. ``warm_ups``: hash of each run's warm-up. Raises RecordsDiffer for differences that the user has not
+    accepted."""
     facts, system = shared_facts(model, data), system_files(job.folder)
     directories = {spec.run_id: run_directory(job.directory, spec) for spec in specs}
     records = {run_id: intact_config(path) for run_id, path in directories.items() if (path / CONFIG).exists()}
     now = {spec.run_id: facts | _teacher_identity(model, spec) | _rubrics(data, spec) for spec in specs}
+    for run_id, digest in warm_ups.items():
+        now[run_id] |= {"warmup_hash": digest}
     differing = [line for run_id, recorded in records.items() for line in world_changes(recorded, now[run_id])]
     if unaccepted := [line for line in dict.fromkeys(differing) if line not in job.accepted]:
         raise RecordsDiffer(unaccepted)
@@ -172,6 +177,7 @@ class RunBuilder:
     job: CohortJob
     model: CohortModel
     data: Dataset
+    warm_ups: Mapping[str, WarmUp]
     observer: Observer
     stack: ExitStack
     guard: Guard
@@ -193,9 +199,12 @@ class RunBuilder:
             DataCursor(self.data.train, config.stream("data"), config.data.shuffle),
             RecentWeights(config.training.max_off_policy_steps, remembers=config.inference.served),
         )
+        policy = model.policy(spec, recorder.directory)
+        if (warm_up := self.warm_ups.get(spec.run_id)) is not None and isinstance(policy, LocalPolicy):
+            policy.start_from(warm_up.adapter.weights)
         run = Run(
             spec=spec,
-            policy=model.policy(spec, recorder.directory),
+            policy=policy,
             algorithm=build_algorithm(config, own_modes, detector, model.tokenizer, config.stream("sampling")),
             update_plan=_update_plan(config, objective_of(config, own_modes.loss)),
             environments=environments,
@@ -211,6 +220,10 @@ class RunBuilder:
         if spec.export is not None and self.writes:
             prepare_directory(spec.export)  # before training, so that a fault does not cost hours
         notes = [*self.data.notes, *model.notes, *self._inexact(run)]
+        if warm_up is not None:
+            notes.append(
+                f"starts from {WARMUP}/{warm_up.digest}, which is also the reference policy; {warm_up.summary}"
+            )
         if Need.ENTROPY in config.algorithm.needs and not model.engine.gives_entropy:
             raise UsageError(
                 f"{run.run_id} needs full-vocabulary entropies, which this engine does not return: "

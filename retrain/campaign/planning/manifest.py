@@ -79,7 +79,7 @@ def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[st
         if spec.run_id not in configs and entry.fingerprint != fingerprint(spec):
             missing.append(f"{PLAN} is missing, and {spec.run_id} did not begin with these settings")
         metrics = run_directory(directory, spec) / METRICS
-        if entry.state == "done" and not metrics.is_file():
+        if entry.state == "done" and spec.config.training.max_steps and not metrics.is_file():
             missing.append(f"{metrics.relative_to(directory)} is missing, and the run counts as done")
     return entries, missing
 
@@ -352,7 +352,8 @@ def summary(manifest: Manifest) -> Row:
     done = next((entry for entry in runs if entry.state == "done"), None)
     if done is not None:
         paths["adapter"] = str(directory / done.path / FINAL)
-        paths["metrics"] = str(directory / done.path / METRICS)
+        if done.step:  # a run without steps has no rows
+            paths["metrics"] = str(directory / done.path / METRICS)
     evaluations = _evaluations(directory / runs[0].path) if len(runs) == 1 else {}
     results = {key: content.get(key) for key in ("name", "runs", "comparison", "squeeze", "squeezes")}
     return results | {"evaluations": evaluations, "paths": paths}

