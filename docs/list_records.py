@@ -46,6 +46,7 @@ REQUIREMENTS = {
     "tools": "with tools",
     "episodes": "with `[environment]`",
     "evaluation": "with evaluation",
+    "warmup": "of a warm-up: in its own `metrics.jsonl`",
     "weights": "with a gtpo transform",
     "pooling": "with gtpo_sepa",
 }
