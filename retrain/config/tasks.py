@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
+import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -69,8 +71,22 @@ def _prompt_template(value: str) -> str:
     return value
 
 
+Free = TypeVar("Free")
 OptionalSource = Annotated[OptionalText, AfterValidator(_source)]
 Template = Annotated[Text, AfterValidator(_prompt_template)]
+
+
+def _json(value: Free) -> Free:
+    """Refuse dates, times, NaN and infinity in free tables, because plans and manifests are JSON."""
+    values: list[object] = [value]
+    while values:
+        item = values.pop()
+        if isinstance(item, dict | list):
+            values.extend(item.values() if isinstance(item, dict) else item)
+        elif isinstance(item, datetime.date | datetime.time) or (isinstance(item, float) and not math.isfinite(item)):
+            kinds = "strings, finite numbers, booleans, lists and tables"
+            raise fault(f"contains {item}, but can hold only {kinds}", f'"{item}"')
+    return value
 
 
 def _without_secrets(value: str | None) -> str | None:
@@ -361,12 +377,12 @@ class EnvironmentSection(Section, role=Role.SAMPLES):
     provider: Annotated[OptionalText, AfterValidator(_provider)] = None
     """Provider of the environment: `reasoning_gym`, `verifiers`, `openenv`, or `module:Class` of your own, which has
     `problems(split)` and `start(problem, seed)`. It brings its own problems and rewards."""
-    id: OptionalText | list[str | dict[str, object]] | dict[str, object] = None
+    id: Annotated[OptionalText | list[str | dict[str, object]] | dict[str, object], AfterValidator(_json)] = None
     """Name of the provider's environment; for `reasoning_gym` also a list of names or of tables with `name`, `weight`
     and `config`."""
-    args: Annotated[dict[str, object], BeforeValidator(lambda value: {} if value == "" else value)] = Field(
-        default_factory=dict
-    )
+    args: Annotated[
+        dict[str, object], BeforeValidator(lambda value: {} if value == "" else value), AfterValidator(_json)
+    ] = Field(default_factory=dict)
     """Arguments of the environment."""
     tools: Annotated[
         list[Text | dict[str, object]],
@@ -374,6 +390,7 @@ class EnvironmentSection(Section, role=Role.SAMPLES):
             lambda value: [value] if isinstance(value, str | dict) else value,
             json_schema_input_type=str | dict[str, object] | list[str | dict[str, object]],
         ),
+        AfterValidator(_json),
     ] = Field(default_factory=list)
     """Tools that the model may call while it solves a problem of [data]: `calculator`, `python`, `search`,
     `module:function` or `module:Class` of your own, or a table `{ tool = "search", corpus = "notes.jsonl" }` with the

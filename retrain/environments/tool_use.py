@@ -32,7 +32,7 @@ OURS = {
 class ToolUse:
     """Environment with tools for the policy. ``exact``: all tools are exact.
 
-    Raises PluginError for a tool that cannot be loaded or described.
+    Raises PluginError for a tool that cannot be loaded, described or made with its settings: every tool is opened once.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class ToolUse:
             "tools/tool_time": {"min": 0, "invert": True},
             **{f"tools/calls/{name}": {"min": 0} for name in self.tools},
         }
+        self.start(Problem("", "", ""), 0).close()
 
     def start(self, problem: Problem, seed: int) -> ToolEpisode:
         with contextlib.ExitStack() as stack:
@@ -136,6 +137,9 @@ def _loaded(entry: str | Mapping[str, object], folder: Path | None) -> Tool:
         raise PluginMissing(
             f"tool {name!r} is none of {ours}{did_you_mean(name, OURS)}; one of your own is named module:function"
         )
+    if name == "search" and folder is not None:  # as other files that a configuration names: beside it first
+        beside = folder / Path(str(settings.get("corpus"))).expanduser()
+        settings |= {"corpus": str(beside)} if beside.exists() else {}
     return tool_of(load_function(OURS.get(name, name), folder, "tool"), settings, f"tool {name!r}")
 
 

@@ -61,7 +61,7 @@ class Samples:
         return float((~self.stopped_N).mean()) if len(self) else None
 
     def per_turn(self, values_N: np.ndarray) -> float | None:
-        return float(values_N.sum() / self.turns_N.sum()) if len(self) else None
+        return float(values_N.sum() / self.turns_N.sum()) if self.turns_N.any() else None
 
     def by_group(self, values_N: np.ndarray) -> list[np.ndarray]:
         """Split ``values_N`` by group. NaN is left out, and groups without any other value."""

@@ -147,7 +147,8 @@ class WorkerPool:
         self.workers, self.timeout_s, self.subject = max(1, workers), limits.timeout_s, subject
         self.python = python or sys.executable
         self.path = [str(Path(__file__).parents[2]), *folders] if python else sys.path
-        setup = {"entry": entry, "arguments": dict(arguments), "subject": subject, "memory_bytes": limits.memory_bytes}
+        setup = {"entry": entry, "arguments": dict(arguments), "subject": subject}
+        setup |= {"memory_bytes": limits.memory_bytes, "start_s": limits.start_s}
         self._setup = pickle.dumps(setup)
         self.facts: dict[str, Any] = {}  # The attribute `facts` of the entry's function; known after `start`
         self._alive: list[_Worker] = []
@@ -266,7 +267,8 @@ def _close_all(workers: list[_Worker]) -> None:
 
 
 def serve(descriptor: int) -> None:
-    """Serve jobs on the socket ``descriptor``. The first frame is the set-up: entry, arguments, subject, memory limit.
+    """Serve jobs on the socket ``descriptor``. The first frame is the set-up: entry, arguments, subject, memory limit,
+    time limit of the start.
 
     The entry ``module:function`` is called once with the arguments and returns the function that runs a job. The first
     reply is ``{"ready": true, "facts": …}`` (the function's attribute ``facts``) or ``{"fatal": text}``. Each job then
@@ -280,6 +282,8 @@ def serve(descriptor: int) -> None:
         return
     setup = pickle.loads(first)
     _limit(setup["memory_bytes"])
+    # If the trainer is killed while an import or a job hangs, the alarm's default action kills this process.
+    signal.setitimer(signal.ITIMER_REAL, 2 * setup["start_s"] + 5)
     try:
         module, _, function = setup["entry"].partition(":")
         grade = getattr(importlib.import_module(module), function)(**setup["arguments"])
@@ -288,7 +292,7 @@ def serve(descriptor: int) -> None:
         return
     _send(connection, {"ready": True, "facts": getattr(grade, "facts", {})})
     _install_empty_handlers()  # again, because an imported module may have installed its own
-    # If the trainer is killed while a job hangs, the alarm's default action kills this process.
+    signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     while frame := _receive(connection):
         signal.setitimer(signal.ITIMER_REAL, 2 * LIMIT.unpack_from(frame)[0] + 5)

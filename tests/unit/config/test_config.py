@@ -2,6 +2,7 @@ import json
 import math
 import tomllib
 from copy import deepcopy
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -293,6 +294,8 @@ def outcome(function, *arguments):
 )
 @example({"campaign": {}}, {}, [{"advantage_mode": "grpo", "transform_mode": "none", "sepa": 3}])
 @example({"reward": {"type": "weighted", "components": [3, {"type": "math"}]}}, {}, [])
+@example({"environment": {"tools": [{"tool": "search", "corpus": date(1979, 5, 27)}]}}, {}, [])
+@example({"environment": {"provider": "verifiers", "args": {"rate": float("nan")}}}, {}, [])
 def test_shipped_files_with_changes_are_refused_or_kept(tmp_path_factory, shipped, changes, rows):
     data = deepcopy(shipped)
     if rows:

@@ -15,7 +15,7 @@ from retrain.environments.tool_use import ToolUse
 from retrain.environments.tools import ToolError
 from retrain.environments.tools.calculator import calculator
 from retrain.environments.tools.schema import tool_of
-from retrain.errors import PluginError
+from retrain.errors import PluginError, RetrainError
 from retrain.types import Action, Problem
 
 
@@ -173,7 +173,7 @@ def test_a_class_is_described_by_its_call_and_made_anew_for_each_episode():
     assert counted == [["12"], ["14"], ["12"]]
     for episode in (first, first, second):
         episode.close()
-    assert closed == [14, 12]
+    assert closed == [10, 10, 14, 12]  # each environment opens its tools once, to check their settings
 
 
 def test_arguments_are_taken_as_models_write_them():
@@ -340,9 +340,12 @@ def test_whatever_a_tool_does_is_an_answer():
     ({"start": 1}, 'write tool = "calculator" in its table'),
     ({"tool": "calculator", "digits": 3}, "tool 'calculator': a function has no settings, such as 'digits'"),
     ("retrain.environments.tools.calculator:calculator", "two tools are named 'calculator'"),
+    ({"tool": "search", "corpus": "missing.jsonl"}, "corpus missing.jsonl does not exist"),
+    ({"tool": "search", "corpus": 3}, "tool 'search' cannot be made: TypeError"),
+    ({"tool": "python", "timeout_s": -1}, "timeout_s is -1"),
 ])  # fmt: skip
 def test_tools_that_cannot_be_loaded(entry, fault):
-    with pytest.raises(PluginError) as raised:
+    with pytest.raises(RetrainError) as raised:
         ToolUse(["calculator", entry])
     assert fault in str(raised.value)
 
@@ -352,3 +355,6 @@ def test_tools_are_looked_up_in_the_folders(tmp_path, import_path):
     episode = begun("tools_beside:more", folder=str(tmp_path))
     assert answers(episode, call("more", n=1)) == ["2"]
     sys.modules.pop("tools_beside")
+    (tmp_path / "notes.jsonl").write_text('{"text": "Rome is old."}\n')
+    episode = begun({"tool": "search", "corpus": "notes.jsonl"}, folder=str(tmp_path))
+    assert "Rome is old." in answers(episode, call("search", query="rome"))[0]

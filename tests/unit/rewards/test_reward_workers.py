@@ -1,7 +1,11 @@
 import math
 import os
+import pickle
 import signal
+import socket
+import struct
 import subprocess
+import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -362,6 +366,21 @@ def test_a_pool_works_again_after_it_was_closed_or_interrupted(pool):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
     assert workers.map([("c", 0.0)])[0].value == "c"
+
+
+def test_a_worker_that_hangs_in_an_import_ends_without_the_trainer(tmp_path):
+    (tmp_path / "hanging.py").write_text("while True:\n    pass\n")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        code = f"from retrain.rewards.workers import serve; serve({theirs.fileno()})"
+        path = os.pathsep.join([str(tmp_path), *sys.path])
+        worker = subprocess.Popen(
+            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path}
+        )
+        limits = {"memory_bytes": 1 << 30, "start_s": 0.1}
+        frame = pickle.dumps({"entry": "hanging:x", "arguments": {}, "subject": "the reward"} | limits)
+        ours.sendall(struct.pack("!i", len(frame)) + frame)
+    assert worker.wait(60) == -signal.SIGALRM
 
 
 def test_a_reward_declares_the_ranges_of_its_numbers(tmp_path):
