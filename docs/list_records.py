@@ -47,6 +47,7 @@ REQUIREMENTS = {
     "unit_tests": "with `unit_tests`",
     "episodes": "with `[environment]`",
     "evaluation": "with evaluation",
+    "warmup": "of a warm-up: in its own `metrics.jsonl`",
     "weights": "with a gtpo transform",
     "pooling": "with gtpo_sepa",
 }

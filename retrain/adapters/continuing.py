@@ -49,6 +49,7 @@ def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tu
     if settings["logging"]["wandb_group"] == spec.label:
         settings["logging"]["wandb_group"] = None
     settings.pop("campaign", None)
+    settings.pop("warmup")  # the compressed adapter already contains it
     config = parse_dict(settings)
     # No file: its folder is where relative paths are looked up, and its stem the name.
     path = Path(plan["folder"]) / f"{owner.name}_continue_{rank}.toml"

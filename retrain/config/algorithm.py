@@ -162,8 +162,8 @@ class AlgorithmSection(_Parameters):
     and in the statistics of trained tokens, and where no group has signal the optimizer still steps, by its
     momentum."""
     kl_coef: NotNegative = 0.0
-    """Weight of the KL divergence to the frozen base, in the loss unless `kl_in_reward` is set. In the loss, it also
-    trains groups without signal."""
+    """Weight of the KL divergence to the frozen base (after a [warmup], to its result), in the loss unless
+    `kl_in_reward` is set. In the loss, it also trains groups without signal."""
     kl_in_reward: Annotated[
         Literal["none", "k1", "k2", "k3"],
         ActiveIf("algorithm.advantage_mode", used_by("advantage_mode", "algorithm.kl_in_reward")),
@@ -324,10 +324,10 @@ class Distillation(Section, role=Role.LEARNS):
     advantage."""
 
     teacher: OptionalText = None
-    """The teacher: `base`, the frozen model without an adapter; `policy`, the student itself before the update, with a
-    privileged `context`; a run's directory, its `final/` or another adapter of the same base; or a model with the same
-    tokenizer, by directory, bundled name or hub name. With `url`, the model's name on that server. Unset switches
-    distillation off."""
+    """The teacher: `base`, the frozen model without an adapter, or what a [warmup] made of it; `policy`, the student
+    itself before the update, with a privileged `context`; a run's directory, its `final/` or another adapter of the
+    same base; or a model with the same tokenizer, by directory, bundled name or hub name. With `url`, the model's name
+    on that server. Unset switches distillation off."""
     weight: NotNegative = 1.0
     """Weight of the teacher's advantage. 0 leaves only the reward's advantage, as in a baseline."""
     reward_weight: NotNegative = 0.0

@@ -31,6 +31,10 @@ def temporary(spec: RunSpec) -> RunSpec:
 
 
 def forked(spec: RunSpec, seed: int, checkpoint: Path) -> RunSpec:
+    """Return a run that continues ``checkpoint`` with another seed. Raises UsageError for a run with a warm-up, whose
+    reference policy is not in the checkpoint."""
+    if spec.config.warmup.active:
+        raise UsageError(f"{spec.label} has a [warmup], whose result a fork would not have as reference policy")
     data = temporary(spec).config.to_dict()
     data["training"]["seed"] = seed
     data["resume"]["from"] = str(checkpoint.absolute())
