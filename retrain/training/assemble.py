@@ -23,7 +23,7 @@ from retrain.engines.protocol import Engine
 from retrain.engines.server.canary import CanarySettings, run_canaries
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import RemoteFleet
-from retrain.environments.build import askable, check_rubrics, data_of, episode_limits, missing_column, parts_of
+from retrain.environments.build import askable, check_gradable, data_of, episode_limits, missing_column, parts_of
 from retrain.errors import CheckpointError, DataError
 from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.local import LocalPolicy, check_memory, lane_bytes, workers_of
@@ -184,7 +184,7 @@ def load_problems(specs: Sequence[RunSpec], folder: Path, graders: Graders) -> D
     """Return the problems of these runs. Raises DataError when the data lack a column that a grader needs."""
     data = data_of(specs[0].config, folder)
     for spec in specs:
-        check_rubrics(data, spec.config)
+        check_gradable(data, spec.config)
         if fault := missing_column(graders[spec.config.reward.grading].columns, data, spec.config):
             raise DataError(f"[reward] custom_function: {fault}")
     return data
