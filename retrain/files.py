@@ -166,8 +166,8 @@ def append_bytes(path: Path, data: bytes) -> int:
 
 def iter_jsonl(path: Path) -> Iterator[Any]:
     """Yield all complete rows, none if the file is missing. Skips an incomplete last line, which a process killed while
-    writing leaves. Raises CheckpointError, which names file and line, if another line is not JSON; PermissionError if
-    the file may not be read."""
+    writing leaves. Raises CheckpointError, which names file and line, if another line is no JSON object;
+    PermissionError if the file may not be read."""
     if not path.exists():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -177,6 +177,8 @@ def iter_jsonl(path: Path) -> Iterator[Any]:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     raise CheckpointError(f"{path}:{number} is damaged ({error}): remove that line") from error
+                if not isinstance(row, dict):
+                    raise CheckpointError(f"{path}:{number} is damaged (it is no JSON object): remove that line")
                 yield row
 
 

@@ -25,6 +25,7 @@ from retrain.config.base import (
     Positive,
     PositiveShare,
     Role,
+    Seconds,
     Section,
     Share,
     UnsupportedValues,
@@ -361,7 +362,7 @@ class Distillation(Section, role=Role.LEARNS):
     """Software of the teacher's server, as in `[inference] engine`; `vllm` also for `retrain serve`."""
     api_key_env: Annotated[OptionalText, Role.NAMES] = None
     """Environment variable that holds the server's API key."""
-    timeout_s: Annotated[Positive, Role.SPEED] = 600.0
+    timeout_s: Annotated[Seconds, Role.SPEED] = 600.0
     """Seconds after which a request without an answer is cancelled and sent again."""
     patience_s: Annotated[NotNegative, Role.SPEED] = 600.0
     """Seconds that the server may be unavailable before the runs save and stop."""

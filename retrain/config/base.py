@@ -168,6 +168,7 @@ Count = Annotated[int, Field(ge=1, le=INT_MAX)]
 Natural = Annotated[int, Field(ge=0, le=INT_MAX)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Positive = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1_000_000)]  # the operating system's clock overflows far above
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]

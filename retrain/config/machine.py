@@ -18,8 +18,8 @@ from retrain.config.base import (
     OptionalPositive,
     OptionalText,
     Plugin,
-    Positive,
     Role,
+    Seconds,
     Section,
     Text,
     UnsupportedValues,
@@ -150,7 +150,7 @@ class Inference(Section, role=Role.SAMPLES):
     `adapters/` in the directory of the run or campaign, for servers on this machine or on the same file system."""
     upload: Annotated[bool, Role.NAMES, ActiveIf("inference.engine", ("vllm", "openai"))] = False
     """Send adapters in the load request, for servers without a shared directory: `retrain serve`, not vLLM."""
-    timeout_s: Annotated[Positive, Role.SPEED, _OF_SERVERS] = 600.0
+    timeout_s: Annotated[Seconds, Role.SPEED, _OF_SERVERS] = 600.0
     """Seconds after which a request without an answer is cancelled and sent again."""
     patience_s: Annotated[NotNegative, Role.SPEED, _OF_SERVERS] = 600.0
     """Seconds that all servers may be unavailable, as during a restart, before the runs save and stop; also the limit

@@ -20,6 +20,7 @@ from retrain.config.base import (
     OptionalText,
     Positive,
     Role,
+    Seconds,
     Section,
     Text,
     fault,
@@ -89,12 +90,15 @@ def _json(value: Free) -> Free:
     return value
 
 
-def _without_secrets(value: str | None) -> str | None:
+def _endpoint(value: str | None) -> str | None:
     if value is not None and "@" in value.partition("://")[2].partition("/")[0]:
         raise fault(
             "holds a user name or password, which would be written into every run directory",
             'judge_api_key_env = "JUDGE_KEY", with the key in that environment variable',
         )
+    if value is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
+        address = re.sub(r"^.*://|\s", "", value).lstrip("/") or "localhost:8000/v1"
+        raise fault(f'is "{value}", which is no address', f'judge_url = "http://{address}"')
     return value
 
 
@@ -192,7 +196,7 @@ class GraderKeys(Section):
     or the last line if the reference is not a number; any text that ends in a digit is then an answer."""
     judge_model: OptionalText = None
     """Model name sent to the judge."""
-    judge_url: Annotated[OptionalText, AfterValidator(_without_secrets)] = None
+    judge_url: Annotated[OptionalText, AfterValidator(_endpoint)] = None
     """Base address of an OpenAI-compatible endpoint, such as `http://localhost:8000/v1`; unset is OpenAI's own."""
     judge_api_key_env: OptionalText = None
     """Environment variable that holds the endpoint's key; unset sends none."""
@@ -286,7 +290,7 @@ class RewardSection(GraderKeys, role=Role.LEARNS):
     `[[reward.components]]`."""
     correct_above: float = 0.5
     """Total reward above which an answer is correct, unless the reward or environment itself decides."""
-    timeout_s: Annotated[Positive, Role.SPEED] = 10.0
+    timeout_s: Annotated[Seconds, Role.SPEED] = 10.0
     """Longest time for grading one completion, in seconds; after that its reward is null and the run continues.
     `reward_model` has no such limit. With `unit_tests` it is the longest time of a program, for all calls of its tests
     or for one input; the remaining tests then fail."""
@@ -429,7 +433,7 @@ class EnvironmentSection(Section, role=Role.SAMPLES):
     """Most turns of an episode; unset or -1 is 1 for problems of one turn, else 16."""
     max_episode_tokens: OptionalCount = None
     """Most tokens of an episode, read and sampled; unset is the model's context."""
-    timeout_s: Annotated[Positive, Role.SPEED] = 30.0
+    timeout_s: Annotated[Seconds, Role.SPEED] = 30.0
     """Seconds after which a step of the environment or a tool call is cancelled and its episode ends."""
     workers: Annotated[Count, Role.SPEED] = 2
     """Processes that run environments and tools in parallel."""

@@ -158,6 +158,8 @@ def jsonl_rows(path: Path, label: str) -> Iterator[Row]:
             raise DataError(f"{where}  is not JSON: {error.msg} at column {error.colno}") from None
         except RecursionError:
             raise DataError(f"{where}  is nested too deeply") from None
+        except ValueError:
+            raise DataError(f"{where}  holds an integer of more digits than Python reads: write it as text") from None
         if not text:
             continue
         if not isinstance(row, dict):
@@ -417,6 +419,8 @@ def _prompt(where: str, column: str, value: object) -> str | tuple[Mapping[str, 
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise DataError(f'{where}  column "{column}": a message is not {{"role": "…", "content": "…"}}')
         _encodable(where, column, message["role"] + message["content"])
+    if not any(message["content"].strip() for message in value):
+        raise DataError(f'{where}  column "{column}" is empty')
     if value[-1]["role"] == "assistant":
         raise DataError(f'{where}  column "{column}": the last message is the assistant\'s, nothing is left to answer')
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
@@ -427,7 +431,7 @@ def _answer(where: str, column: str, value: object) -> str:
         return ""
     if isinstance(value, str):
         return _encodable(where, column, value).strip()
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
         raise DataError(f'{where}  column "{column}" is {_kind(value)}, not a text or a number')
     return str(value)
 
@@ -436,7 +440,7 @@ def _tags(where: str, column: str, value: object) -> list[str]:
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if any(isinstance(tag, bool) or not isinstance(tag, str | int) for tag in values):
         raise DataError(f'{where}  column "{column}" is {_kind(value)}, not a tag or a list of tags')
-    return [_encodable(where, column, str(tag)) for tag in values]
+    return [_encodable(where, column, str(tag)) for tag in values if str(tag).strip()]  # an empty cell is no tag
 
 
 def _encodable(where: str, column: str, text: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from retrain.config import Config
 from retrain.config.evaluation import HELDOUT
-from retrain.config.tasks import Data
+from retrain.config.tasks import MARKED, Data
 from retrain.data import Dataset, content_hash, load_data
 from retrain.data.dataset import HeldOutRequest, PromptLimit, without_long_prompts
 from retrain.data.prompts import conversation
@@ -71,14 +71,22 @@ def data_of(config: Config, folder: Path) -> Dataset:
         return provided_data(config, folder)
     wanted = [HeldOutRequest(each.name, each.problems, each.data) for each in config.held_out]
     data = load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
-    check_rubrics(data, config)
+    check_gradable(data, config)
     check_tests(data, config)
     return data
 
 
-def check_rubrics(data: Dataset, config: Config) -> None:
-    """Raise DataError for the first problem whose criteria in ``rubric_column`` are missing or malformed."""
+def check_gradable(data: Dataset, config: Config) -> None:
+    """Raise DataError for the first problem without the answer that ``match`` or ``math`` compares with, or whose
+    criteria in ``rubric_column`` are missing or malformed."""
     for table, grader in config.graders:
+        if grader.type in MARKED and config.environment.provider is None:
+            asked = (problem for part, _ in parts_of(data, config) for problem in part if not problem.answer)
+            if problem := next(asked, None):
+                raise DataError(
+                    f'[{table}] type = "{grader.type}" compares with reference answers, and problem {problem.id} has '
+                    'none: set [data] answer_column, or another type such as "judge"'
+                )
         if grader.rubric_column is None:
             continue
         common = [Criterion(each.name, each.text, each.weight_number) for each in grader.criteria]

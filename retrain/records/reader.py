@@ -54,7 +54,7 @@ def held_out_completions(directory: Path, held_out: str | None) -> list[Row]:
 
 def recorded_checkpoints(directory: Path) -> list[Row]:
     """Return the lines of ``checkpoints.jsonl`` that are JSON objects; another tool may have written the file."""
-    return [row for row in iter_jsonl(directory / layout.CHECKPOINTS) if isinstance(row, dict)]
+    return read_jsonl(directory / layout.CHECKPOINTS)
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:

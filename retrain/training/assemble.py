@@ -26,7 +26,7 @@ from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import RemoteFleet
 from retrain.environments.build import (
     askable,
-    check_rubrics,
+    check_gradable,
     check_tests,
     data_of,
     episode_limits,
@@ -203,7 +203,7 @@ def load_problems(specs: Sequence[RunSpec], folder: Path, graders: Graders) -> D
     if tested and not specs[0].config.tested:  # otherwise data_of has checked them
         check_tests(data, tested[0])
     for spec in specs:
-        check_rubrics(data, spec.config)
+        check_gradable(data, spec.config)
         if fault := missing_column(graders[spec.config.reward.grading].columns, data, spec.config):
             raise DataError(f"[reward] custom_function: {fault}")
     return data

@@ -219,7 +219,7 @@ def data_problems(
     problems: dict[str, ConfigProblem | None] = {}
     for config in (spec.config for spec in plan.specs):
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
-        graded = [(each.rubric_column, each.criteria, _code_of(each)) for _, each in config.graders]
+        graded = [(each.type, each.rubric_column, each.criteria, _code_of(each)) for _, each in config.graders]
         model = (config.backend.backend, config.model.model, config.model.revision)
         key = repr((config.data, held_out, config.training.max_examples, config.environment, graded, model))
         if key not in problems:

@@ -333,3 +333,15 @@ def test_a_judge_url_with_a_password_is_refused():
         parse_dict({"reward": reward})
     assert "secret" not in str(error.value)
     parse_dict({"reward": reward | {"judge_url": "http://host:1/v1/a@b"}})
+
+
+@pytest.mark.parametrize("url", ["host:1/v1", "ftp://host:1/v1", "http://", "http:// host:1/v1"])
+def test_a_judge_url_that_is_no_address_is_refused(url):
+    with pytest.raises(ConfigError, match=r'is no address: judge_url = "http://(host:1|localhost:8000)/v1"'):
+        parse_dict({"reward": {"type": "judge", "judge_model": "m", "judge_url": url}})
+
+
+@pytest.mark.parametrize("section", ["reward", "environment"])
+def test_a_timeout_beyond_the_clock_is_refused(section):
+    with pytest.raises(ConfigError, match="must be a number > 0 and ≤ 1000000"):
+        parse_dict({section: {"timeout_s": 1e300}})

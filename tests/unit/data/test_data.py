@@ -117,7 +117,10 @@ def test_files_of_gsm8k_and_math_are_read_as_they_are(tmp_path):
     ("a.jsonl", b'{"question": "1?", "answer": "1"}\n{"prompt": "1?"}', 'a.jsonl:2  has no column "question"'),
     ("a.jsonl", b'{"prompt": "", "answer": "1"}', 'column "prompt" is empty'),
     ("a.jsonl", b'{"prompt": [{"role": "assistant", "content": "1"}], "answer": "1"}', "nothing is left to answer"),
+    ("a.jsonl", b'{"prompt": [{"role": "user", "content": " "}], "answer": "1"}', 'column "prompt" is empty'),
     ("a.jsonl", b'{"prompt": "1?", "answer": true}', "True.*not a text or a number"),
+    ("a.jsonl", b'{"prompt": "1?", "answer": 1e999}', "inf.*not a text or a number"),
+    ("a.jsonl", b'{"prompt": "1?", "answer": ' + b"1" * 5000 + b"}", "a.jsonl:1  holds an integer of more digits"),
     ("a.jsonl", b'{"prompt": "1?", "answer": "1"}\n{"prompt": "2?", "answer": ""}', "no completion could ever be"),
     ("a.jsonl", b'{"prompt": "1?", "answer": "1", "tag": {"a": 1}}', "not a tag or a list of tags"),
     ("a.jsonl", b'{"prompt": "1?", "answer": "1", "level": 1}', r'"tag": set \[data\] tags_column .*answer, level'),
@@ -132,6 +135,18 @@ def test_what_is_wrong_with_a_file_is_named_with_its_line(tmp_path, name, conten
 def test_no_answers_at_all_is_a_data_set_for_a_judge(tmp_path):
     path = write(tmp_path / "poems.jsonl", [{"prompt": "A poem.", "answer": ""}, {"prompt": "An ode.", "answer": None}])
     assert [problem.answer for problem in load(path).train] == ["", ""]
+    file = tmp_path / "run.toml"
+    file.write_text('[data]\nsource = "poems.jsonl"\n')
+    result = run_cli("check", file)
+    assert result.exit_code == 2
+    assert 'type = "match" compares with reference answers, and problem poems.jsonl:' in result.output
+    assert run_cli("check", file, "--set", "reward.type=format").exit_code == 0
+
+
+def test_answers_may_be_huge_integers_and_empty_tags_are_none(tmp_path):
+    row = {"prompt": "10^400", "answer": 10**400, "tag": ["", "big"]}
+    (problem,) = load(write(tmp_path / "a.jsonl", [row]), tags_column="tag").train
+    assert (problem.answer, problem.tags) == (str(10**400), ("big",))
 
 
 def test_the_held_out_split_depends_on_the_prompts_alone(tmp_path):

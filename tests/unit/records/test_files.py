@@ -10,6 +10,7 @@ from helpers.records import config, context, evaluation, group, step
 from retrain.cli.run_status import read_status
 from retrain.config import parse_dict
 from retrain.errors import CheckpointError
+from retrain.files import read_jsonl
 from retrain.ownership import claim
 from retrain.records.catalogue import METRICS
 from retrain.records.environment import environment_facts, package_versions, run_facts
@@ -117,6 +118,13 @@ def test_damaged_rows_are_named_in_one_line(tmp_path, text):
     with pytest.raises(CheckpointError, match=r"metrics.jsonl is damaged \(") as raised:
         read_status(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl", "checkpoints.jsonl"])
+def test_a_row_that_is_no_object_is_named(tmp_path, name):
+    (tmp_path / name).write_text('{"step": 0}\n[1]\n')
+    with pytest.raises(CheckpointError, match=f"{name}:2 is damaged .it is no JSON object.: remove that line"):
+        read_jsonl(tmp_path / name)
 
 
 def test_the_last_row_of_a_long_file_with_a_torn_end(tmp_path):
