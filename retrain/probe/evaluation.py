@@ -206,7 +206,7 @@ class _Work:
     def _record(self, subject: Subject, evaluator: AdapterEvaluator, stack: ExitStack) -> Row:
         spec, data, model = subject.spec, self.data[subject.name], evaluator.model
         config, environment = spec.config, evaluator.environments["train"]
-        builder = RunBuilder(self.job, model, data, Messages(self.notify), stack, allow_all)
+        builder = RunBuilder(self.job, model, data, {}, Messages(self.notify), stack, allow_all)
         recorder = builder.recorder(spec, self.grader, environment)
         stack.callback(recorder.close)
         recorder.truncate(0)  # what an earlier process has not finished
