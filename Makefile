@@ -144,14 +144,9 @@ reasoner: $(VENV)/.core
 # Packages that do not go together with each other, or with ours, each over our own environment.
 ENVIRONMENTS := openenv verifiers verifiers-classic s3 trl
 PACKAGES_openenv := openenv==0.10.0
-<<<<<<< HEAD
-PACKAGES_verifiers := verifiers==0.4.0
-PACKAGES_verifiers-classic := verifiers==0.3.1
-=======
 PACKAGES_verifiers := verifiers==0.4.0 aiohttp
 PACKAGES_verifiers-classic := verifiers==0.3.1 aiohttp
 PACKAGES_trl := trl==1.16.0
->>>>>>> warmdata
 PACKAGES_mutmut := mutmut==3.8.1
 PACKAGES_s3 := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5 "python-dateutil<3"
 COMMANDS := tests/unit/environments/test_environment_commands.py
