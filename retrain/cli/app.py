@@ -44,7 +44,7 @@ COMMANDS = {
         "setup:init": "Write a commented campaign file and its JSON Schema.",
         "setup:schema": "Print the JSON Schema of campaign files, for editors.",
         "setup:doctor": "Check this machine: Python, packages, devices, extras, disk.",
-        "environments:environments": "List environment providers and tools, and what to install.",
+        "environments:environments": "List environments, tools and rewards, and what to install.",
     },
 }
 """Commands by their heading in the help: ``module:function`` → first line of the command's help."""

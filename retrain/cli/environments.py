@@ -24,7 +24,7 @@ def environments(
     check: bool = option("--check", "Also look at every data set of reasoning-gym: a minute or two.", False),
     as_json: bool = AS_JSON,
 ) -> None:
-    """List environment providers, environments, tools and rewards, and what to install.
+    """List environments, tools and rewards, and what to install.
 
     With NAME, list its arguments. With --check, test every data set of reasoning-gym: its own answers must score 1 and
     nonsense must not.

@@ -23,7 +23,7 @@ from retrain.config.runs import RunSpec, differences
 from retrain.device import cpu_build, nvidia_gpus
 from retrain.errors import UsageError, listed, plural
 from retrain.models.layers import Architecture, architecture_of
-from retrain.records.schema.layout import CAMPAIGN_FILES, ONLY_OF_CAMPAIGNS, RUN_FILES
+from retrain.records.schema.layout import CAMPAIGN_FILES, ONLY_OF_CAMPAIGNS, RUN_FILES, WARMUP_FILES
 from retrain.training import estimate
 from retrain.training.estimate import Device, RunSize
 from retrain.util.text import approximate_duration, count, size
@@ -332,9 +332,10 @@ def time_text(plan: Plan, works: Sequence[RunSize], device: Device, cohorts: int
 
 def print_files(plan: Plan) -> None:
     config, runs = plan.specs[0].config, plan.specs
-    rows = [(f"  {file.name}", file.content) for file in CAMPAIGN_FILES]
+    top = (*CAMPAIGN_FILES, *(WARMUP_FILES if any(spec.config.warmup.active for spec in runs) else ()))
+    rows = [(f"  {file.name}", file.content) for file in top]
     if not runs[0].is_campaign:
-        both = {file.name: file.content for file in (*CAMPAIGN_FILES, *RUN_FILES)}
+        both = {file.name: file.content for file in (*top, *RUN_FILES)}
         rows = [(f"  {name}", text) for name, text in both.items() if name not in ONLY_OF_CAMPAIGNS]
     else:
         if config.campaign.executor != "inprocess":

@@ -57,16 +57,19 @@ CAMPAIGN_FILES = (
     RecordFile(COMPARISON, "conditions against the first, paired by seed", Comparison),
     RecordFile(REPORT, "verdict, curves, distributions, the same prompt under two conditions: one file, no network"),
     RecordFile("base/evaluation_<how>.npz", "the untrained model's held-out answers, sampled once for all runs"),
-    RecordFile(f"{WARMUP}/<hash>/{METRICS}", "one row per step of the supervised warm-up; row 0 is the base"),
-    RecordFile(f"{WARMUP}/<hash>/{EVALS}", "held-out evaluations of the base and after the warm-up", rows.Evaluation),
-    RecordFile(f"{WARMUP}/<hash>/{WARMUP_FACTS}", "steps, examples, losses, fingerprint; written last"),
-    RecordFile(f"{WARMUP}/<hash>/adapter/", "the PEFT adapter that runs start from"),
     RecordFile(f"../{REGISTRY}", "beside the directory: every declaration and finished run of all campaigns there"),
     RecordFile(f"squeeze/{ANALYSIS}", "energy by LoRA rank, from the first run"),
     RecordFile(f"squeeze/{VERIFICATION}", "held-out accuracy at every rank beside the full adapter, paired by problem"),
     RecordFile("squeeze/rank_<r>/", "an adapter compressed to the recommended rank, if that is known"),
     RecordFile(CONFIG, "every key as it was resolved, package versions, git revision"),
     *MACHINE_FILES,
+)
+
+WARMUP_FILES = (
+    RecordFile(f"{WARMUP}/<hash>/{METRICS}", "one row per step of the supervised warm-up; row 0 is the base"),
+    RecordFile(f"{WARMUP}/<hash>/{EVALS}", "held-out evaluations of the base and after the warm-up", rows.Evaluation),
+    RecordFile(f"{WARMUP}/<hash>/{WARMUP_FACTS}", "steps, examples, losses, fingerprint; written last"),
+    RecordFile(f"{WARMUP}/<hash>/adapter/", "the PEFT adapter that runs start from"),
 )
 
 ONLY_OF_CAMPAIGNS = (COMPARISON, REPORT, "base/evaluation_<how>.npz", f"../{REGISTRY}")
