@@ -7,10 +7,13 @@ only.
 
 import ast
 import builtins
+import contextlib
 import functools
+import importlib
 import json
 import os
 import random
+import sys
 from typing import Any
 
 from retrain.sandbox.literals import NotLiteral, decode, encode
@@ -72,11 +75,14 @@ class Program:
 
 
 def exception(answer: dict[str, Any]) -> Exception:
-    """Return the exception that the program raised, as its first base class that is a built-in Exception."""
+    """Return the exception that the program raised, as its first base class that is a built-in Exception.
+
+    StopIteration is a RuntimeError, as in generators: otherwise a program could end ``all(map(program, inputs))``.
+    """
     names, message = answer["raised"], str(answer.get("message", ""))
     names = [str(name) for name in names] if isinstance(names, list) else [INVALID]
     for name in names:
-        kind = getattr(builtins, name, None)
+        kind = RuntimeError if name in ("StopIteration", "StopAsyncIteration") else getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
                 return kind(message)
@@ -174,8 +180,12 @@ class Suite:
         space: dict[str, Any] = {"__name__": "tests", "passed__": self.passed.add, "failed__": failed}
         self.tried(program, lambda: exec(compile(self.helpers, "<problem>", "exec"), space))
         for name in self.free - space.keys():
-            if name in names:
-                space[name] = functools.partial(program.call, name) if names[name] else program.value(name)
+            if names.get(name):
+                space[name] = functools.partial(program.call, name)
+            elif name in names:  # a module that the program imports, or a value; without a literal it stays unknown
+                with contextlib.suppress(ProgramError):
+                    is_module = name in sys.stdlib_module_names
+                    space[name] = importlib.import_module(name) if is_module else program.value(name)
         self.tried(program, lambda: exec(compile(self.setup, "<setup>", "exec"), space))
         for number, tree in enumerate(self.trees):
             self.tried(program, functools.partial(exec, compile(tree, f"<tests {number}>", "exec"), space))

@@ -74,6 +74,19 @@ def test_a_hostile_program_gains_nothing_and_the_next_one_is_judged_as_ever(name
 
 
 @needs_sandbox
+def test_a_program_cannot_end_the_loop_of_a_test(judged):
+    result = judged("def even(n):\n    raise StopIteration", "assert all(map(even, [2, 4]))", entry_point="even")
+    assert result.total_reward == 0.0
+
+
+@needs_sandbox
+def test_tests_may_use_what_the_program_imports(judged):
+    tests = "assert same(1) == 1\nassert math.floor(2.5) == 2\nassert thing"
+    result = judged("import math\nthing = object()\ndef same(x):\n    return x", tests, entry_point="same")
+    assert result.total_reward == pytest.approx(2 / 3)
+
+
+@needs_sandbox
 def test_nothing_is_left_of_programs_when_the_reward_is_closed():
     reward = UnitTestReward(timeout_s=1.0)
     problem = Problem("p", "?", "", (), {"tests": ADD_TESTS, "entry_point": "add"})
