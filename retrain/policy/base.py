@@ -255,8 +255,8 @@ def _find_files(name: str, revision: str | None, local_files_only: bool, trust_r
         source, options = str(directory), LoadOptions(local_files_only=True)
     options["trust_remote_code"] = trust_remote_code
     try:
+        config = AutoConfig.from_pretrained(source, **options)  # first: without a network it is tried once only
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        config = AutoConfig.from_pretrained(source, **options)
     except Exception as error:  # files from elsewhere can cause any kind of error
         raise _cannot_load(name, error) from error
     context = int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
