@@ -100,8 +100,9 @@ def _recorded(adapter: Path) -> Provenance:
         content = read_object(folder / CONFIG)
         if not all(isinstance(content.get(key), dict) for key in (*SECTIONS, "types")):
             continue  # not a run or campaign of retrain: a model's config
+        keys = (*SECTIONS, "warmup")  # only with a warm-up, max_steps may be 0
         try:
-            config = parse_dict(without_removed({key: content[key] for key in SECTIONS if key in content}))
+            config = parse_dict(without_removed({key: content[key] for key in keys if key in content}))
         except ConfigError as error:
             raise UsageError(f"{folder / CONFIG} is not of this version of retrain: {error}") from error
         base, built = content.get("base") or {}, content.get("built") or {}

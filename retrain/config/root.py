@@ -74,6 +74,11 @@ class Config(Section):
         varies = self.campaign.vary in ("all", use)
         return (self.campaign.seed, self.training.seed if varies else "every seed")
 
+    def evaluation_stream(self, step: int) -> tuple[int | str, ...]:
+        """Return the seed prefix of held-out answers after ``step`` updates. Untrained runs share it, and therefore
+        their answers."""
+        return self.stream("sampling") if step else (self.campaign.seed, "base")
+
     @property
     def held_out(self) -> tuple[HeldOut, ...]:
         """Held-out sets with every value resolved, in order; none when evaluation is switched off."""

@@ -5,7 +5,7 @@ micro-batches: every micro-batch divides its sum by the tokens of the whole batc
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -58,21 +58,25 @@ class SupervisedTrainer:
     def update(self, samples: Sequence[Sample], step: int, lr: float) -> dict[str, float]:
         """Take one optimizer step and return its ``sft/…`` metrics. Raises NonFinite, with the weights unchanged, if
         the loss or the gradient is not finite."""
-        update = self._pending(samples, SupervisedTerm(), step, lr)
+        update = self._pending(self.context, samples, SupervisedTerm(), step, lr)
         result = update.accumulate(self.adapter, update.objective, samples)
         update.steps.append(OptimizerStep(self.optimizer, [self.adapter.flat], lr, result.loss))
         metrics = update.apply(self.settings.clip_norm).metrics
         return _likelihood(result.sums) | {"sft/lr": lr, "sft/grad_norm": metrics["optim/grad_norm"]}
 
     def measure(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return loss and token accuracy on ``samples``, which are not trained."""
-        update = self._pending(samples, SupervisedTerm(trains=False), 0, 0.0)
+        """Return loss and token accuracy on ``samples``, without dropout and without training on them. Gradients are
+        set to zero."""
+        context = replace(self.context, dropout=0.0)
+        update = self._pending(context, samples, SupervisedTerm(trains=False), 0, 0.0)
         return _likelihood(update.accumulate(self.adapter, update.objective, samples).sums)
 
-    def _pending(self, samples: Sequence[Sample], term: SupervisedTerm, step: int, lr: float) -> PendingUpdate:
+    def _pending(
+        self, context: UpdateContext, samples: Sequence[Sample], term: SupervisedTerm, step: int, lr: float
+    ) -> PendingUpdate:
         tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
         batch = StepBatch(samples, Denominators(tokens, len(samples)), step, self.stream)
-        return PendingUpdate(self.context, self.adapter, self.optimizer, batch, Objective((term,)), lr)
+        return PendingUpdate(context, self.adapter, self.optimizer, batch, Objective((term,)), lr)
 
     def snapshot(self, peft_config: Mapping[str, object]) -> LocalSnapshot:
         return LocalSnapshot(self.adapter.frozen("cpu"), lambda: peft_config, optimizer_tensors(self.optimizer))

@@ -92,7 +92,7 @@ def _whole_model(target: str, path: Path, template: RunSpec, names: Collection[s
     section = config.model.model_copy(update={"model": model, "revision": revision})
     name = path.resolve().name if path.is_dir() else model
     spec = _named(template, config.model_copy(update={"model": section}), name, names)
-    return Subject(spec, target, (config.campaign.seed, "base"))
+    return Subject(spec, target, config.evaluation_stream(0))
 
 
 def _adapted(target: str, source: Provenance, template: RunSpec, names: Collection[str]) -> Subject:
@@ -110,11 +110,11 @@ def _adapted(target: str, source: Provenance, template: RunSpec, names: Collecti
     step = None if record is None else _recorded_step(record, source.adapter)
     if record is None or step is None:
         spec = _named(template, config, source.adapter.name, names)
-        return Subject(spec, target, (config.campaign.seed, "base"), 0, source)
+        return Subject(spec, target, config.evaluation_stream(0), 0, source)
     trained = _with_recorded_seeds(config, record)
     name = record.resolve().name + ("" if source.adapter.name == FINAL else f"-step{step}")
     config = config.model_copy(update={"training": trained.training})
-    return Subject(_named(template, config, name, names), target, trained.stream("sampling"), step, source)
+    return Subject(_named(template, config, name, names), target, trained.evaluation_stream(step), step, source)
 
 
 def _require_fit(file: AdapterFile, source: Provenance) -> None:

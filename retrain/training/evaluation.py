@@ -207,14 +207,16 @@ class CohortEvaluator:
             self.saver.submit(run, partial(evaluator.keep_base, held_out, environment, setting, record))
         return record
 
-    def _report_warm_up(
-        self, warm_up: WarmUp, setting: str, run: Run, before: EvalRecord, after: EvalRecord
-    ) -> None:  # fmt: skip
-        """Tell the accuracy of the base beside that after the warm-up, and write both to the warm-up's directory."""
+    def _report_warm_up(self, warm_up: WarmUp, setting: str, run: Run, before: EvalRecord, after: EvalRecord) -> None:
+        """Report the accuracy before and after the warm-up, and write both evaluations to the warm-up's directory."""
         config, context, path = run.config, run.recorder.context, warm_up.directory / EVALS
         digest = hashlib.sha256(setting.encode()).hexdigest()[:12]
         done = {(row["name"], row["setting"]) for row in read_jsonl(path)}
         if run.error is not None or (before.name, digest) in done or not self.evaluator.writes:
+            return
+        if before.error is not None:
+            text = f"warm-up {warm_up.digest}: the evaluation of the base on {before.name} failed: {before.error}"
+            self.observer.message(text, "warning")
             return
         rows = []
         for record in (before, replace(after, step=warm_up.facts["steps"])):
@@ -271,6 +273,4 @@ def first_evaluations(run: Run) -> list[Row]:
 
 
 def _subject(run: Run) -> EvaluatedPolicy:
-    # Untrained runs share a random stream and therefore their answers, so that one evaluation serves all.
-    stream = (run.config.campaign.seed, "base") if run.step == 0 else run.requests.stream
-    return EvaluatedPolicy(run.policy_ref, run.environments, stream, run.step)
+    return EvaluatedPolicy(run.policy_ref, run.environments, run.config.evaluation_stream(run.step), run.step)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import run_cli, toy_toml, toy_world
+from helpers.campaigns import run_cli, timeless, toy_toml, toy_world
 from helpers.models import campaign_head
 
 from retrain.data.arithmetic import arithmetic_problems
@@ -31,7 +31,8 @@ def home_of(folder: Path) -> Path:
     sections = {"warmup": warmup, "evaluation": {"problems": 8, "temperature": 0.0}, "algorithm": {"kl_coef": 0.05}}
     text = toy_toml(model, training={"save_every": 4}, **sections)
     (folder / "camp.toml").write_text(campaign_head(*CONDITIONS, seeds=[1, 2], max_steps=2, lanes=2) + text)
-    (folder / "single.toml").write_text(text.replace("save_every = 4", "save_every = 4\nmax_steps = 0"))
+    single = text.replace("save_every = 4", "save_every = 4\nmax_steps = 0")
+    (folder / "single.toml").write_text(single.replace("temperature = 0.0", "temperature = 1.0"))
     return folder
 
 
@@ -153,6 +154,10 @@ def test_a_run_without_steps_evaluates_its_warm_up(home):
     assert adapter_of(out / "final") == adapter_of(warm_up_of(out) / "adapter")
     again = run_cli("train", home / "single.toml", "--out", out)
     assert again.exit_code == 0, again.output
+    evaluated = run_cli("eval", out, "--out", home / "evaluated")
+    assert evaluated.exit_code == 0, evaluated.output
+    [path] = home.glob("evaluated/runs/*/evals.jsonl")
+    assert timeless(path) == timeless(out / "evals.jsonl")
 
 
 def test_other_examples_need_another_directory(home, trained):

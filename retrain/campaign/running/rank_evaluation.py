@@ -110,7 +110,8 @@ def evaluate_ranks(
                 correct.append(full)
                 continue
             # The random streams of the run's final evaluation, so that all adapters have common random numbers.
-            record = evaluator.evaluate(held_out, path, config.stream("sampling"), config.training.max_steps)
+            steps = config.training.max_steps
+            record = evaluator.evaluate(held_out, path, config.evaluation_stream(steps), steps)
             marks = [[float(rollout.reward.is_correct) for rollout in group.rollouts] for group in record.groups]
             correct.append(np.array(marks))
     return RankMarks(np.stack(correct), ranks, full is None)

@@ -29,8 +29,10 @@ def examples(vocabulary: int) -> list[tuple[list[int], list[bool]]]:
     return made
 
 
-def trainer(lanes: Lanes, tokens: int = 1000, settings: AdamW = PLAIN, workers: int = 1) -> SupervisedTrainer:
-    context = UpdateContext(lanes, Budget(tokens), Workers(workers))
+def trainer(
+    lanes: Lanes, tokens: int = 1000, settings: AdamW = PLAIN, workers: int = 1, dropout: float = 0.0
+) -> SupervisedTrainer:
+    context = UpdateContext(lanes, Budget(tokens), Workers(workers), dropout)
     return SupervisedTrainer(context, trained(lanes, 3), settings, ("test",))
 
 
@@ -103,6 +105,17 @@ def test_sequences_do_not_see_each_other(tiny):
     tokens = [metrics["sft/completion_tokens"] for metrics in alone]
     mean = np.average([metrics["sft/loss"] for metrics in alone], weights=tokens)
     assert learner.measure(samples)["sft/loss"] == pytest.approx(mean, rel=1e-9)
+    base.release()
+
+
+def test_dropout_acts_in_training_and_not_on_held_out_examples(tiny):
+    base = tiny("tied llama", torch.float32)
+    lanes = Lanes(base)
+    samples = [supervised_sample(*row) for row in examples(base.vocab_size)]
+    learner = trainer(lanes, dropout=0.5)
+    measured = learner.measure(samples)
+    assert measured == pytest.approx(trainer(lanes).measure(samples))
+    assert learner.update(samples, 0, lr=0.0)["sft/loss"] != pytest.approx(measured["sft/loss"], rel=1e-4)
     base.release()
 
 
