@@ -31,13 +31,13 @@ def eval_(
         raise UsageError("a model is named twice: name each once")
     from retrain.campaign.planning.plan import Plan
     from retrain.config import load
-    from retrain.probe.subjects import own_plan, subjects_of
+    from retrain.probe.subjects import recorded_plan, subjects_of
 
-    plan = own_plan(models, sets or ()) if file is None else Plan.of(load(file, sets or ()))
+    plan = recorded_plan(models, sets or ()) if file is None else Plan.of(load(file, sets or ()))
     subjects = subjects_of(models, base, plan.specs[0])
     from retrain.probe import evaluation
 
-    report = evaluation.evaluate(plan, evaluation.checked(plan, subjects, note), out, note)
+    report = evaluation.evaluate(plan, evaluation.check_subjects(plan, subjects, note), out, note)
     print_report(report, as_json, print_evaluation)
 
 

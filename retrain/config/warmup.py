@@ -61,17 +61,17 @@ class Warmup(Section, role=Role.LEARNS):
 
     @property
     def sources(self) -> dict[str, tuple[str, str]]:
-        """Source and split of the examples, then of the held-out ones, by dotted key; those that are set."""
+        """Source and split of the examples, and of the held-out examples if there are any, by dotted key."""
         named = {"warmup.source": (self.source, self.split), "warmup.eval_source": (self.eval_source, self.eval_split)}
         return {key: (source, split) for key, (source, split) in named.items() if source is not None}
 
     def step_count(self, examples: int) -> int:
-        """Return the number of optimizer steps with so many examples. The last step of a pass may be smaller."""
+        """Return the number of optimizer steps. The last batch of an epoch may be smaller."""
         return self.steps or (self.epochs or 1) * -(-examples // self.batch_size)
 
     def issues(self) -> Iterator[ConfigIssue]:
         changed = [key for key, field in type(self).model_fields.items() if getattr(self, key) != field.default]
-        if not self.active:
+        if (source := self.source) is None:
             for key in changed:
                 fix = 'source = "examples.jsonl", or remove the line'
                 yield ConfigIssue((f"warmup.{key}", "warmup.source"), "has no effect without a source", fix)
@@ -79,10 +79,9 @@ class Warmup(Section, role=Role.LEARNS):
         if self.steps is not None and self.epochs is not None:
             message = f"is {self.epochs} beside steps = {self.steps}, and both set the length"
             yield ConfigIssue(("warmup.epochs", "warmup.steps"), message, "remove one of the two")
-        same_split = self.source is not None and (self.source.endswith(FILE_ENDINGS) or self.split == self.eval_split)
-        if self.eval_source == self.source and same_split:
-            message = f"is {toml(self.source)}, the examples that are trained on"
+        if self.eval_source == source and (source.endswith(FILE_ENDINGS) or self.split == self.eval_split):
+            message = f"is {toml(source)}, the examples that are trained on"
             yield ConfigIssue(("warmup.eval_source", "warmup.source"), message, "name other examples")
         if self.eval_source is None and "eval_split" in changed:
-            fix = f"eval_source = {toml(self.source)}, or remove the line"
+            fix = f"eval_source = {toml(source)}, or remove the line"
             yield ConfigIssue(("warmup.eval_split", "warmup.eval_source"), "has no effect without eval_source", fix)

@@ -17,24 +17,31 @@ from typing import Any, NamedTuple
 from retrain.config import Config
 from retrain.config.tasks import FILE_ENDINGS, Data
 from retrain.data.prompts import Renderer, conversation
-from retrain.data.sources import read_rows
+from retrain.data.sources import described, encodable, read_rows
 from retrain.errors import DataError, ModelError
 from retrain.files import read_json
 from retrain.models.directory import find_file
-from retrain.types import Message, Problem, SupervisedExample
+from retrain.types import Message, Problem
 
 ROLES = ("system", "user", "assistant")
 FORMS = '{"prompt": "…", "completion": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
-TAIL = 20  # A template may move or drop the thinking of an answer, and never so many characters at its end
+TAIL = 20  # Characters at the end of an answer that must be rendered; a template may drop the thinking before them
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Example(NamedTuple):
+    """Tokens, and a mask of equal length: true for the tokens whose prediction is in the loss."""
+
+    tokens: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class Examples:
     """Examples to train on, and held-out ones. ``notes``: lines for the user."""
 
-    train: list[SupervisedExample]
-    held_out: list[SupervisedExample]
+    train: list[Example]
+    held_out: list[Example]
     notes: tuple[str, ...] = ()
 
 
@@ -47,7 +54,7 @@ class Dialogue(NamedTuple):
 
 
 def load_examples(config: Config, folder: Path, tokenizer: Any, context: int = 0) -> Examples:
-    """Return the examples of ``[warmup]``. Held-out ones are left out of training.
+    """Return the examples of ``[warmup]``. Held-out examples are removed from the training set.
 
     ``folder``: where relative paths are looked up first. ``tokenizer``: of transformers, or a LightTokenizer.
     ``context``: the model's context length in tokens; 0: unknown. Raises DataError for a faulty or over-long row, with
@@ -120,35 +127,29 @@ def _messages(where: str, key: str, value: object) -> list[Message]:
         return [{"role": role, "content": _text(f'{where}  "{key}"', value)}]
     if not isinstance(value, list) or not value:
         form = "a list of messages" if key == "messages" else "a text or a list of messages"
-        raise DataError(f'{where}  "{key}" is {_shown(value)}, not {form}: write {FORMS}')
+        raise DataError(f'{where}  "{key}" is {described(value)}, not {form}: write {FORMS}')
     return [_message(f'{where}  "{key}", message {number}', each) for number, each in enumerate(value, start=1)]
 
 
 def _message(where: str, value: object) -> Message:
     if not isinstance(value, Mapping):
-        raise DataError(f'{where} is {_shown(value)}, not a message: write {{"role": "user", "content": "…"}}')
+        raise DataError(f'{where} is {described(value)}, not a message: write {{"role": "user", "content": "…"}}')
     role = value.get("role")
     if role == "tool" or value.get("tool_calls"):
         raise DataError(
             f"{where} is a call or an answer of a tool, which the warm-up does not train on: remove the row"
         )
     if role not in ROLES:
-        raise DataError(f"{where} has the role {_shown(role)}: write one of {', '.join(ROLES)}")
+        raise DataError(f"{where} has the role {described(role)}: write one of {', '.join(ROLES)}")
     return {"role": role, "content": _text(where, value.get("content"))}
 
 
 def _text(where: str, value: object) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{where} is {_shown(value)}, not a text: write a text")
+        raise DataError(f"{where} is {described(value)}, not a text: write a text")
     if not value.strip():
         raise DataError(f"{where} is empty: write its text, or remove the row")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise DataError(f"{where} holds an unpaired surrogate, which is not text: remove it")
-    return value
-
-
-def _shown(value: object) -> str:
-    return "null" if value is None else f"{str(value)[:40]!r} ({type(value).__name__})"
+    return encodable(where, value)
 
 
 @dataclass
@@ -170,21 +171,20 @@ class ExampleRenderer:
         template = getattr(tokenizer, "chat_template", None)
         self.marks_answers = isinstance(template, str) and GENERATION.search(template) is not None
         self.end_ids, self.end_text = _ends(config, self.renderer)
-        self._numbers = dict[int, int]()  # One object per token id: examples of many tokens take a fifth of the memory
+        self._numbers = dict[int, int]()  # Interned token ids: the examples take a fifth of the memory
 
-    def examples(self, source: str, dialogues: Sequence[Dialogue], notes: list[str]) -> list[SupervisedExample]:
+    def examples(self, source: str, dialogues: Sequence[Dialogue], notes: list[str]) -> list[Example]:
         """Return the sequences of all rows. Over-long rows are left out and noted, or raise DataError; DataError too if
         none remains, or if the chat template does not fit a row."""
-        examples, longer = list[SupervisedExample](), dict[str, int]()
+        examples, longer = list[Example](), dict[str, int]()
         for dialogue in dialogues:
             sequences = list(self._sequences(dialogue))
             if (length := max(len(each.tokens) for each in sequences)) > self.limit:
                 longer[dialogue.where] = length
                 continue
-            for number, each in enumerate(sequences, start=1):
-                name = dialogue.where if number == 1 else f"{dialogue.where}#{number}"
+            for each in sequences:
                 tokens = tuple(self._numbers.setdefault(token, token) for token in each.tokens)
-                examples.append(SupervisedExample(name, tokens, tuple(each.mask)))
+                examples.append(Example(tokens, tuple(each.mask)))
         if longer:
             note = self._note(longer, len(dialogues))
             if not examples:
@@ -224,7 +224,7 @@ class ExampleRenderer:
             ends = [i for i in range(begin, len(sequence.tokens)) if sequence.tokens[i] in self.end_ids]
             if ends:
                 sequence.mask[ends[-1] :] = [True] + [False] * (len(sequence.tokens) - ends[-1] - 1)
-            else:  # without it, the policy would learn to go on after the answer
+            else:  # without an end token, the policy would learn to write on after the answer
                 self._extend(sequence, self.end_text, True)
         if sequence is not None:
             yield sequence
@@ -249,8 +249,9 @@ class ExampleRenderer:
             common = next(i for i in range(len(prompt)) if not text.startswith(prompt[: i + 1]))
             raise DataError(
                 f"{dialogue.where}  the chat template ends the prompt with {prompt[common:][:40]!r} and begins the "
-                f"answer with {text[common:][:40]!r}, so that training would ask in another way: write the "
-                "thinking into the answer, set [data] chat_template_kwargs, or use a model with another template"
+                f"answer with {text[common:][:40]!r}, so that prompts in training would differ from those "
+                "of the examples: write the thinking into the answer, set [data] chat_template_kwargs, or use a model "
+                "with another template"
             )
         if messages[-1]["content"].strip()[-TAIL:] not in text[len(prompt) :]:
             raise DataError(

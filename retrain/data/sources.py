@@ -412,13 +412,13 @@ def _prompt(where: str, column: str, value: object) -> str | tuple[Mapping[str, 
     if isinstance(value, str):
         if not value.strip():
             raise DataError(f'{where}  column "{column}" is empty')
-        return _encodable(where, column, value)
+        return encodable(f'{where}  column "{column}"', value)
     if not isinstance(value, list) or not value:
-        raise DataError(f'{where}  column "{column}" is {_kind(value)}, not a text or a list of chat messages')
+        raise DataError(f'{where}  column "{column}" is {described(value)}, not a text or a list of chat messages')
     for message in value:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise DataError(f'{where}  column "{column}": a message is not {{"role": "…", "content": "…"}}')
-        _encodable(where, column, message["role"] + message["content"])
+        encodable(f'{where}  column "{column}"', message["role"] + message["content"])
     if not any(message["content"].strip() for message in value):
         raise DataError(f'{where}  column "{column}" is empty')
     if value[-1]["role"] == "assistant":
@@ -430,25 +430,26 @@ def _answer(where: str, column: str, value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
-        return _encodable(where, column, value).strip()
+        return encodable(f'{where}  column "{column}"', value).strip()
     if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
-        raise DataError(f'{where}  column "{column}" is {_kind(value)}, not a text or a number')
+        raise DataError(f'{where}  column "{column}" is {described(value)}, not a text or a number')
     return str(value)
 
 
 def _tags(where: str, column: str, value: object) -> list[str]:
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if any(isinstance(tag, bool) or not isinstance(tag, str | int) for tag in values):
-        raise DataError(f'{where}  column "{column}" is {_kind(value)}, not a tag or a list of tags')
-    return [_encodable(where, column, str(tag)) for tag in values if str(tag).strip()]  # an empty cell is no tag
+        raise DataError(f'{where}  column "{column}" is {described(value)}, not a tag or a list of tags')
+    label = f'{where}  column "{column}"'
+    return [encodable(label, str(tag)) for tag in values if str(tag).strip()]  # an empty cell is no tag
 
 
-def _encodable(where: str, column: str, text: str) -> str:
+def encodable(label: str, text: str) -> str:
     """Return ``text``. Raises DataError if it has a lone surrogate (``"\\ud800"``), which cannot be encoded."""
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise DataError(f'{where}  column "{column}" holds an unpaired surrogate, which is not text')
+        raise DataError(f"{label} holds an unpaired surrogate, which is not text: remove it")
     return text
 
 
-def _kind(value: object) -> str:
+def described(value: object) -> str:
     return "null" if value is None else f"{str(value)[:40]!r} ({type(value).__name__})"

@@ -47,7 +47,7 @@ Notify = Callable[[str], None]
 SCOPE = "These models, on problems like these: another training run may give another result."
 
 
-def checked(plan: Plan, subjects: Sequence[Subject], notify: Notify) -> list[Subject]:
+def check_subjects(plan: Plan, subjects: Sequence[Subject], notify: Notify) -> list[Subject]:
     """Return the models with their engines settled, after checking what their settings refer to. Raises ConfigError or
     UsageError."""
     first = plan.specs[0]
@@ -86,9 +86,9 @@ def evaluate(plan: Plan, subjects: Sequence[Subject], out: Path | None, notify: 
         write_json(out / EVALUATION, request)
         manifest.write()
         job = CohortJob(out, plan.folder, [subject.spec for subject in subjects], plan.longest)
-        work = _Work(job, manifest, graders[template.config.reward.grading], data, notify)
+        evaluation = _Evaluation(job, manifest, graders[template.config.reward.grading], data, notify)
         try:
-            work.evaluate(subjects, stack.enter_context(Bases()))
+            evaluation.run(subjects, stack.enter_context(Bases()))
         except BaseException:
             if any(entry.state == "done" for entry in manifest.runs):
                 notify(f"what is finished is in {out}; to evaluate the rest, type the same command with --out {out}")
@@ -100,17 +100,16 @@ def evaluate(plan: Plan, subjects: Sequence[Subject], out: Path | None, notify: 
 
 def _problems(plan: Plan, subjects: Sequence[Subject], data: Dataset) -> dict[str, Dataset]:
     """Return the problems that fit the context of each model, by the model's name. Only tokenizers are loaded."""
-    fitting: dict[str, Dataset] = {}
+    by_base: dict[str, Dataset] = {}
     for subject in subjects:
-        same = next((each for each in subjects if each.base_key == subject.base_key), subject)
-        if same.name not in fitting:
-            files = find_model_files(subject.spec.config)
-            fitting[same.name] = askable(data, subject.spec.config, plan.longest, files.tokenizer, files.context)
-        fitting[subject.name] = fitting[same.name]
-        for name, problems in fitting[subject.name].sets.items():
-            if not problems:
-                raise DataError(f"the held-out set {name} has no problem that fits the context of {subject.target}")
-    return fitting
+        if subject.base_key in by_base:
+            continue
+        files = find_model_files(subject.spec.config)
+        fitting = askable(data, subject.spec.config, plan.longest, files.tokenizer, files.context)
+        if empty := next((name for name, problems in fitting.sets.items() if not problems), None):
+            raise DataError(f"the held-out set {empty} has no problem that fits the context of {subject.target}")
+        by_base[subject.base_key] = fitting
+    return {subject.name: by_base[subject.base_key] for subject in subjects}
 
 
 def _request(subjects: Sequence[Subject], data: Mapping[str, Dataset]) -> Row:
@@ -162,14 +161,14 @@ def _manifest(out: Path, subjects: Sequence[Subject]) -> Row:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Evaluation:
     job: CohortJob
     manifest: Manifest
     grader: Grader
     data: Mapping[str, Dataset]  # By the model's name
     notify: Notify
 
-    def evaluate(self, subjects: Sequence[Subject], bases: Bases) -> None:
+    def run(self, subjects: Sequence[Subject], bases: Bases) -> None:
         remaining = [subject for subject in subjects if self.manifest.run(subject.name).state != "done"]
         keys = [key for subject in remaining for key in (subject.base_key, subject.lanes_key)]
         # Stable: in the order of the user, but each base is loaded once.
@@ -237,8 +236,8 @@ def _results(out: Path, subjects: Sequence[Subject]) -> Row:
             tokens = sum(each["num_tokens"] for each in held_out_completions(run.path, name))
             prefix = f"eval/{name}/"
             sets[name] = {key.removeprefix(prefix): value for key, value in row.items()} | {"tokens": tokens}
-        found = {name: problem_scores(run, Measure.parse("correct_rate", name)) for name in sets}
-        scores.append({name: each for name, each in found.items() if each})
+        by_set = {name: problem_scores(run, Measure.parse("correct_rate", name)) for name in sets}
+        scores.append({name: by_problem for name, by_problem in by_set.items() if by_problem})
         models.append({**facts, "path": str(run_directory(out, subject.spec)), "sets": sets})
     comparisons = compare_models([subject.name for subject in subjects], scores)
     return {"models": models, "comparisons": comparisons, "scope": SCOPE}

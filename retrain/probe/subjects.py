@@ -55,7 +55,7 @@ class Subject:
         return repr((self.base_key, self.spec.config.lora.target_modules))
 
 
-def own_plan(targets: Sequence[str], sets: Sequence[str]) -> Plan:
+def recorded_plan(targets: Sequence[str], sets: Sequence[str]) -> Plan:
     """Return the plan of the first run of retrain among ``targets``, with its run in front. Raises UsageError if there
     is none."""
     for path in (Path(target).expanduser().absolute() for target in targets):
@@ -77,13 +77,13 @@ def subjects_of(targets: Sequence[str], base: str | None, template: RunSpec) -> 
         path = Path(target).expanduser()
         names = {subject.name for subject in subjects}
         if path.is_dir() and "model_type" not in read_object(path / CONFIG):
-            subjects.append(_adapted(target, provenance(path, base), template, names))
+            subjects.append(_adapter_subject(target, provenance(path, base), template, names))
         else:
-            subjects.append(_whole_model(target, path, template, names))
+            subjects.append(_model_subject(target, path, template, names))
     return subjects
 
 
-def _whole_model(target: str, path: Path, template: RunSpec, names: Collection[str]) -> Subject:
+def _model_subject(target: str, path: Path, template: RunSpec, names: Collection[str]) -> Subject:
     config = template.config
     if fault := model_fault(target, trust_remote_code=config.model.trust_remote_code):
         raise UsageError(f"{target} cannot be evaluated: {fault}")
@@ -95,7 +95,7 @@ def _whole_model(target: str, path: Path, template: RunSpec, names: Collection[s
     return Subject(spec, target, config.evaluation_stream(0))
 
 
-def _adapted(target: str, source: Provenance, template: RunSpec, names: Collection[str]) -> Subject:
+def _adapter_subject(target: str, source: Provenance, template: RunSpec, names: Collection[str]) -> Subject:
     config, record = template.config, source.record
     with AdapterFile(source.adapter) as file:
         file.require_plain()

@@ -462,7 +462,7 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("eval/<name>/<tag>/pass@<k>", "pass@k of the problems with this tag, for k = n", "share"),
     _metric("eval/<name>/<tag>/maj@<k>", "maj@k of the problems with this tag, for k = n", "share"),
 )],
-# Only in ``warmup/<hash>/metrics.jsonl``, where ``step`` is the steps of the warm-up done and row 0 is the base
+# Only in ``warmup/<hash>/metrics.jsonl``, where ``step`` counts finished steps of the warm-up; row 0 is the base's
 "Supervised warm-up": [replace(metric, requires="warmup") for metric in (
     _metric("sft/loss", "mean −log π of the completion tokens of the batch, before the step's update", "nats",
             "falling"),

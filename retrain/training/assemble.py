@@ -239,9 +239,7 @@ def load_model(
     if ranks is not None:
         bases.load(config, observer.message)
     base, lanes, engine, workers, teachers, plan = bases.agreed("preparing the model", prepare)
-    if ranks is not None:
-        # Each rank computes the micro-batches of certain indices, so all ranks must cut a batch by the same plan.
-        plan = min(ranks.gather("planning memory", lambda: plan), key=lambda each: each.room)
+    plan = bases.smallest_memory(lambda: plan)
     return local_model(base, lanes, engine, workers, plan, ranks, teachers)
 
 

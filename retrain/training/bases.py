@@ -183,6 +183,11 @@ class Bases:
     def from_first(self, point: str, compute: Callable[[], T]) -> T:
         return compute() if self.ranks is None else self.ranks.from_first(point, compute)
 
+    def smallest_memory(self, plan: Callable[[], MemoryPlan]) -> MemoryPlan:
+        """Return the memory plan of the rank with the least room. Each rank computes the micro-batches of certain
+        indices, so all ranks must cut a batch by the same plan."""
+        return plan() if self.ranks is None else min(self.ranks.gather("planning memory", plan), key=lambda p: p.room)
+
     def model_files(self, config: Config) -> ModelFiles:
         """Return the files of the configured model without loading weights; cached. When the model changes, the base in
         memory is released. Raises ModelError when files are missing or unusable."""

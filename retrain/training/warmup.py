@@ -1,4 +1,4 @@
-"""The supervised warm-up: trains an adapter on examples, which the runs of a campaign start from.
+"""Trains the adapter of the supervised warm-up, from which the runs of a campaign start.
 
 Runs with equal data, base, LoRA settings and settings of the warm-up share one adapter, whatever their condition and
 seed. It is in ``warmup/<hash>`` of the campaign's directory, whose lease a process holds while it trains:
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class WarmUpPlan:
     config: Config
     train: list[Sample]
     held_out: list[Sample]
+    data_hash: str  # Of tokens and masks
     notes: tuple[str, ...] = ()
 
     @property
@@ -82,13 +83,9 @@ class WarmUpPlan:
 
     def digest(self, base: str) -> str:
         """Return a hash of all that the result depends on. ``base``: fingerprint of the base's weights."""
-        config, hashed = self.config, hashlib.sha256()
-        for part in (self.train, self.held_out):
-            for sample in part:
-                hashed.update(sample.token_ids.tobytes() + sample.loss_mask.tobytes() + b"\x1e")
-            hashed.update(b"\x1d")
+        config = self.config
         settings = [
-            base, hashed.hexdigest(), self.stream, self.steps, config.warmup.batch_size, config.warmup.lr,
+            base, self.data_hash, self.stream, self.steps, config.warmup.batch_size, config.warmup.lr,
             config.optimizer.schedule, vars(self.adamw), config.model.lora_rank, config.lora.alpha, config.lora.dropout,
             config.lora.target_modules, config.training.update_dtype,
         ]  # fmt: skip
@@ -101,24 +98,35 @@ class WarmUpPlan:
         order = generator(*self.stream, "data", epoch).permutation(len(self.train))
         return [self.train[i] for i in order[index * size : (index + 1) * size]]
 
+    def new_adapter(self, lanes: Lanes) -> Adapter:
+        return lanes.new_adapter(self.config.model.lora_rank, self.config.lora.alpha)
+
+    def peft_config(self, adapter: Adapter, base: BaseModel) -> Mapping[str, object]:
+        return peft_config(adapter, base.name, self.config.model.revision, self.config.lora.dropout)
+
 
 def read_warm_ups(specs: Sequence[RunSpec], folder: Path, bases: Bases) -> dict[str, WarmUpPlan]:
     """Return the warm-up of each run that has one, by run id; no weights are loaded. Raises DataError."""
     plans, read = dict[str, WarmUpPlan](), dict[str, WarmUpPlan]()
-    for spec in specs:
-        config = spec.config
-        if config.warmup.active:
-            key = config.warmup.model_dump_json()
-            if key not in read:
-                files = bases.model_files(config)
-                examples = load_examples(config, folder, files.tokenizer, files.context)
-                train, held_out = (
-                    [supervised_sample(example.tokens, example.loss_mask) for example in part]
-                    for part in (examples.train, examples.held_out)
-                )
-                read[key] = WarmUpPlan(config, train, held_out, examples.notes)
-            plans[spec.run_id] = replace(read[key], config=config)
+    for spec in (spec for spec in specs if spec.config.warmup.active):
+        key = spec.config.warmup.model_dump_json()
+        if key not in read:
+            read[key] = _read_warm_up(spec.config, folder, bases)
+        plans[spec.run_id] = replace(read[key], config=spec.config)
     return plans
+
+
+def _read_warm_up(config: Config, folder: Path, bases: Bases) -> WarmUpPlan:
+    files, hashed = bases.model_files(config), hashlib.sha256()
+    examples = load_examples(config, folder, files.tokenizer, files.context)
+    train, held_out = (
+        [supervised_sample(*example) for example in part] for part in (examples.train, examples.held_out)
+    )
+    for part in (train, held_out):
+        for sample in part:
+            hashed.update(sample.token_ids.tobytes() + sample.loss_mask.tobytes() + b"\x1e")
+        hashed.update(b"\x1d")
+    return WarmUpPlan(config, train, held_out, hashed.hexdigest(), examples.notes)
 
 
 @dataclass(frozen=True)
@@ -169,19 +177,20 @@ class WarmUpTraining:
         return warm_ups
 
     def _finished(self, plan: WarmUpPlan, directory: Path, base: BaseModel, lanes: Lanes) -> WarmUp:
+        lock: DirectoryLock | None = None
+
+        def is_finished() -> bool:
+            """Return whether the warm-up exists; if it does not, this process has the lease to train it."""
+            nonlocal lock
+            if (directory / WARMUP_FACTS).exists() or self.owner is None:
+                return True
+            owner = self.owner.at(f"{WARMUP}/{directory.name}")
+            lock = stack.enter_context(leases_of([(directory, owner)]))[directory]
+            return (directory / WARMUP_FACTS).exists()  # another process may have trained it meanwhile
+
         with ExitStack() as stack:
-
-            def lease() -> bool:
-                if (directory / WARMUP_FACTS).exists() or self.owner is None:
-                    return True
-                place = (directory, self.owner.at(f"{WARMUP}/{directory.name}"))
-                locks.append(stack.enter_context(leases_of([place]))[directory])
-                return (directory / WARMUP_FACTS).exists()  # another process may have finished it meanwhile
-
-            locks = list[DirectoryLock]()
-            if not self.bases.from_first("warm-up", lease):
-                session = WarmUpSession(plan, directory, base, lanes, self, locks[0] if locks else None)
-                session.train()
+            if not self.bases.from_first("warm-up", is_finished):
+                WarmUpSession(plan, directory, base, lanes, self, lock).train()
         return self.bases.agreed("loading the warm-up", lambda: load_warm_up(plan, directory, base, lanes))
 
 
@@ -193,20 +202,14 @@ class WarmUpSession:
         lock: DirectoryLock | None,
     ):  # fmt: skip
         self.plan, self.directory, self.base, self.training, self.lock = plan, directory, base, training, lock
-        config, ranks = plan.config, training.bases.ranks
-        memory, tokens = MemoryPlan.of(base), config.training.micro_batch_tokens
-        if ranks is not None:
-            memory = min(ranks.gather("planning memory", lambda: MemoryPlan.of(base)), key=lambda each: each.room)
+        config, bases = plan.config, training.bases
+        memory, tokens = bases.smallest_memory(lambda: MemoryPlan.of(base)), config.training.micro_batch_tokens
         self.budget = Budget(memory.micro_batch_tokens, plan=memory) if tokens == "auto" else Budget(tokens)
         bfloat16, workers = config.training.update_dtype == "bfloat16", training.workers
-        context = UpdateContext(lanes, self.budget, workers, config.lora.dropout, bfloat16, ranks)
-        adapter = new_adapter(plan, lanes).initialise(*plan.stream)
+        context = UpdateContext(lanes, self.budget, workers, config.lora.dropout, bfloat16, bases.ranks)
+        adapter = plan.new_adapter(lanes).initialise(*plan.stream)
         self.trainer = SupervisedTrainer(context, adapter, plan.adamw, plan.stream)
-
-    @cached_property
-    def peft_config(self) -> Mapping[str, object]:
-        config = self.plan.config
-        return peft_config(self.trainer.adapter, self.base.name, config.model.revision, config.lora.dropout)
+        self.peft_config = plan.peft_config(adapter, base)
 
     def train(self) -> None:
         """Train from the last checkpoint to the end. Raises RunInterrupted after saving, RunFailed if a loss is not
@@ -231,8 +234,8 @@ class WarmUpSession:
             row = self._step(step)
             step += 1
             if self._is_due(step):
-                left = (time.monotonic() - began) / (step - first) * (plan.steps - step)
-                self.training.notify(_progress(self.directory.name, row, plan.steps, left))
+                eta = (time.monotonic() - began) / (step - first) * (plan.steps - step)
+                self.training.notify(_progress(self.directory.name, row, plan.steps, eta))
             if every and step % every == 0 and step < plan.steps:
                 self._save(step)
         bases.from_first("end of the warm-up", self._finish)
@@ -315,14 +318,10 @@ class WarmUpSession:
         return owner and owner.at(f"{WARMUP}/{self.directory.name}/{name}")
 
 
-def new_adapter(plan: WarmUpPlan, lanes: Lanes) -> Adapter:
-    return lanes.new_adapter(plan.config.model.lora_rank, plan.config.lora.alpha)
-
-
 def load_warm_up(plan: WarmUpPlan, directory: Path, base: BaseModel, lanes: Lanes) -> WarmUp:
     """Return a finished warm-up. Raises CheckpointError if its adapter is not the one that its facts name."""
-    adapter, facts = new_adapter(plan, lanes), read_json(directory / WARMUP_FACTS)
-    config = partial(peft_config, adapter, base.name, plan.config.model.revision, plan.config.lora.dropout)
+    adapter, facts = plan.new_adapter(lanes), read_json(directory / WARMUP_FACTS)
+    config = partial(plan.peft_config, adapter, base)
     unchanged = LocalSnapshot(adapter.frozen(), config)
     adapter.load(read_adapter(directory / "adapter").tensors)
     if adapter.fingerprint() != facts["fingerprint"]:
@@ -330,9 +329,9 @@ def load_warm_up(plan: WarmUpPlan, directory: Path, base: BaseModel, lanes: Lane
     return WarmUp(directory, LocalSnapshot(adapter.frozen(), config), unchanged, facts)
 
 
-def _progress(name: str, row: Row, steps: int, left: float) -> str:
+def _progress(name: str, row: Row, steps: int, eta: float) -> str:
     pairs = {"step": f"{row['step']}/{steps}", "loss": f"{row['sft/loss']:.4f}"}
     if row["sft/heldout_loss"] is not None:
         pairs["heldout_loss"] = f"{row['sft/heldout_loss']:.4f}"
     pairs |= {"token_accuracy": f"{row['sft/token_accuracy']:.3f}", "tokens_per_s": f"{row['sft/tokens_per_s']:.0f}"}
-    return " ".join(["warm-up", name, *(f"{key}={value}" for key, value in (pairs | {"eta": duration(left)}).items())])
+    return " ".join(["warm-up", name, *(f"{key}={value}" for key, value in (pairs | {"eta": duration(eta)}).items())])

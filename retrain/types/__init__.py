@@ -32,6 +32,5 @@ from retrain.types.samples import Sample as Sample
 from retrain.types.samples import Scores as Scores
 from retrain.types.samples import StepBatch as StepBatch
 from retrain.types.samples import StepRecord as StepRecord
-from retrain.types.samples import SupervisedExample as SupervisedExample
 from retrain.types.samples import UpdateResult as UpdateResult
 from retrain.types.samples import Want as Want

@@ -18,16 +18,6 @@ MAX_STALENESS = "max_async"  # Reason for discarding a group that exceeds the al
 
 
 @dataclass(frozen=True)
-class SupervisedExample:
-    """Tokens of one example of the warm-up, and a mask of equal length: true for the tokens whose prediction is in the
-    loss. ``id`` is its location in the source (``file:line``)."""
-
-    id: str
-    tokens: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-
-
-@dataclass(frozen=True)
 class Denominators:
     """Divisors of the loss of an optimizer step, which count *all* rollouts with a reward, trained or not.
 
@@ -254,13 +244,15 @@ class Sample:
 
 
 class Want(StrEnum):
-    """Scores of sampled tokens that can be requested; a policy computes all but ``TEACHER``."""
+    """Scores of sampled tokens that can be requested; a policy computes all but ``TEACHER``, and ``TOP`` (the highest
+    log-probability) in updates only."""
 
     LOGPROBS = "logprobs"
     ENTROPY = "entropy"
     VALUES = "values"
     REFERENCE = "reference"
     TEACHER = "teacher"
+    TOP = "top"
 
 
 @dataclass(frozen=True)

@@ -14,20 +14,9 @@ from retrain.config import load
 from retrain.errors import RunFailed
 from retrain.files import read_json, read_jsonl
 from retrain.maths.bounded import bounded_mean_interval
-from retrain.probe.evaluation import checked, compare_models, evaluate
+from retrain.probe.evaluation import check_subjects, compare_models, evaluate
 from retrain.probe.subjects import subjects_of
 
-OWN_SET = """
-[[evaluation.sets]]
-name = "heldout"
-[[evaluation.sets]]
-name = "own"
-source = "{file}"
-samples = 3
-temperature = 0.5
-max_tokens = 6
-tags_column = "kind"
-"""
 COMPLETION_KEYS = ("step", "name", "problem_id", "sample", "completion", "correct", "reward", "num_tokens", "answer")
 
 
@@ -39,13 +28,13 @@ def home(tmp_path_factory) -> Path:
     rows = [{"prompt": f"say {n}", "answer": "2", "kind": "odd" if n % 2 else "even"} for n in range(6)]
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     head = campaign_head(("grpo", "none"), ("maxrl", "none"), seeds=[3], max_steps=4, seed=7, lanes=2)
+    own = {"samples": 3, "temperature": 0.5, "max_tokens": 6, "tags_column": "kind"}
+    sets = [{"name": "heldout"}, {"name": "own", "source": str(folder / "own.jsonl")} | own]
     sections = {
-        "training": {"save_every": 2, "eval_every": 2, "keep_last": 0, "lr": 0.05}, "evaluation": {"problems": 9},
-        "lora": {"anneal": [[1, 3]]}, "reward": {"correct_above": 0.2},
+        "training": {"save_every": 2, "eval_every": 2, "keep_last": 0, "lr": 0.05},
+        "evaluation": {"problems": 9, "sets": sets}, "lora": {"anneal": [[1, 3]]}, "reward": {"correct_above": 0.2},
     }  # fmt: skip
-    text = head + toy_toml(model, **sections)
-    text = text.replace("[lora]", OWN_SET.format(file=folder / "own.jsonl") + "[lora]")
-    (folder / "toy.toml").write_text(text)
+    (folder / "toy.toml").write_text(head + toy_toml(model, **sections))
     train(folder / "toy.toml", folder / "out")
     return folder
 
@@ -173,7 +162,7 @@ def test_what_was_finished_before_the_end_is_kept(home, tmp_path, end):
             raise end
 
     with pytest.raises(type(end)):
-        evaluate(plan, checked(plan, subjects_of(targets, None, plan.specs[0]), stop), out, stop)
+        evaluate(plan, check_subjects(plan, subjects_of(targets, None, plan.specs[0]), stop), out, stop)
     assert messages[-1].endswith(f"type the same command with --out {out}")
     entries = read_json(out / "manifest.json")["runs"]
     assert [run["state"] for run in entries] == ["done", "failed" if isinstance(end, RunFailed) else "interrupted"]
@@ -191,7 +180,7 @@ def test_what_was_finished_before_the_end_is_kept(home, tmp_path, end):
     assert (refused.exit_code, "holds something else" in refused.output) == (2, True)
 
 
-def test_servers_sample_as_in_training(home, tmp_path):
+def test_an_inference_server_samples_for_runs_and_models(home, tmp_path):
     server = StandIn(home / "model")
     try:
         sets = [f"inference.url={server.url}", "inference.engine=vllm", "inference.dtype=float32"]
@@ -199,8 +188,8 @@ def test_servers_sample_as_in_training(home, tmp_path):
     finally:
         server.close()
     assert {len(model["sets"]) for model in report["models"]} == {2}
-    log = (tmp_path / "e/runs/model/run.log").read_text()
-    assert "ServerEngine" in (tmp_path / "e/runs/model/config.json").read_text(), log
+    for name in ("maxrl+none_s3", "model"):
+        assert read_json(tmp_path / "e/runs" / name / "config.json")["built"]["engine"] == "ServerEngine"
 
 
 REFUSED = [

@@ -227,8 +227,7 @@ def data_problems(
             if fault is None and config.environment.provider is None:
                 fault = _data_problem(loaded, config, plan, rewards)
             problems[key] = fault
-        key = repr((config.warmup, config.data, model))
-        if config.warmup.active and key not in problems:
+        if config.warmup.active and (key := repr((config.warmup, config.data, model))) not in problems:
             problems[key] = _warmup_problem(loaded, config, plan.folder)
     return [problem for problem in problems.values() if problem is not None]
 

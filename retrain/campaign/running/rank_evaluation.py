@@ -1,4 +1,4 @@
-"""Evaluate adapters over one base on held-out problems, as training does; and the ranks of a compressed adapter."""
+"""Evaluate adapters on held-out problems as training does, for ``retrain eval`` and for the ranks of an adapter."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager

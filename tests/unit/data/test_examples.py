@@ -198,7 +198,7 @@ def test_over_long_rows_are_an_error_or_left_out(source):
     with pytest.raises(DataError, match=f"has a context of {lengths[0]} tokens"):
         source(rows, context=lengths[0])
     skipped = source(rows, warmup=short, data={"long_prompts": "skip"})
-    assert [example.id for example in skipped.loaded.train] == ["rows.jsonl:1"]
+    assert skipped.texts == source(rows).texts[:1]
     assert skipped.loaded.notes[0].startswith(f"1 of 2 warm-up examples left out for more than {lengths[0]} tokens")
     with pytest.raises(DataError, match=r"2 of 2 warm-up examples left out .*; nothing is left"):
         source(rows, warmup={"max_tokens": 3}, data={"long_prompts": "skip"})
@@ -207,9 +207,9 @@ def test_over_long_rows_are_an_error_or_left_out(source):
 def test_what_is_held_out_is_not_trained_on(source, tmp_path):
     rows = [{"prompt": f"{i}+1=?", "completion": "two"} for i in range(4)]
     (tmp_path / "held.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    first, second, *others = source(rows).loaded.train
     loaded = source(rows, warmup={"eval_source": "held.jsonl"}).loaded
-    assert [example.id for example in loaded.train] == ["rows.jsonl:1", "rows.jsonl:3", "rows.jsonl:4"]
-    assert [example.id for example in loaded.held_out] == ["held.jsonl:1"]
+    assert (loaded.train, loaded.held_out) == ([first, *others], [second])
     assert loaded.notes == ("1 of 4 warm-up examples left out: they are held out",)
     with pytest.raises(DataError, match="every example is also held out"):
         source(rows[1:2], warmup={"eval_source": "held.jsonl"})

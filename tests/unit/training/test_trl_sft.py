@@ -68,13 +68,12 @@ def test_tokens_and_masks_of_prompts_and_completions(tmp_path):
     compare(ours, theirs)
 
 
-@pytest.mark.parametrize("template", [MARKED])
-def test_tokens_and_masks_of_conversations(tmp_path, template):
+def test_tokens_and_masks_of_conversations(tmp_path):
     turns = [[*row["prompt"], *row["completion"]] for row in map(as_messages, rows(40, 1))]
     talks = [{"messages": [*first, *second]} for first, second in zip(turns[::2], turns[1::2], strict=True)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talks))
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.chat_template = template
+    tokenizer.chat_template = MARKED
     config = parse_dict({"model": {"model": MODEL}, "warmup": {"source": "rows.jsonl"}})
     ours = load_examples(config, tmp_path, tokenizer).train
     theirs = trainer(tmp_path, talks, tokenizer=tokenizer, assistant_only_loss=True).train_dataset
@@ -116,7 +115,6 @@ def test_the_held_out_loss_is_that_of_trl_within_its_spread_over_seeds(tmp_path)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["heldout_loss_before"] == pytest.approx(other["heldout_loss_before"], abs=1e-4)
     after = [[each["heldout_loss_after"] for each in losses] for losses in (ours, theirs)]
-    print("held-out loss, ours and TRL's:", after)
     spread = max(after[1]) - min(after[1])
     assert abs(statistics.mean(after[0]) - statistics.mean(after[1])) <= spread
     assert max(after[0]) - min(after[0]) <= 3 * spread
