@@ -23,6 +23,7 @@ from limit import Limit
 from shared import ALPHA, LR, RANK, SHAPES, Setting, median, opened, parser_of, publish, table
 
 from retrain.algorithms.losses import PPO
+from retrain.config import Config
 from retrain.policy.base import MemoryPlan, load_base
 from retrain.policy.lora import Lanes, new_optimizer
 from retrain.policy.objective import Objective, PolicyTerm
@@ -61,7 +62,7 @@ def ours(directory: Path, setting: Setting, rows: list[list[int]], variant: Vari
     base = load_base(str(directory), devices="cpu", dtype=variant.dtype)
     lanes = Lanes(base)
     adapter = lanes.new_adapter(RANK, ALPHA).initialise("benchmark")
-    optimizer = new_optimizer([adapter.flat], LR, (0.9, 0.999), 1e-8, 0.0)
+    optimizer = new_optimizer([adapter.flat], LR, Config())
     prompts, advantages = shared.prompt_ids(setting), shared.advantages(setting)
     samples = [
         Sample.single_turn(

@@ -25,7 +25,7 @@ class Critic:
     ``scale`` is its learning rate as a multiple of the policy's."""
 
     def __init__(self, base: BaseModel, lanes: Lanes, config: Config, stream: tuple[int | str, ...]):
-        critic, training, optimizer = config.critic, config.training, config.optimizer
+        critic, training = config.critic, config.training
         width = base.model.config.get_text_config().hidden_size
         self.head = ValueHead(width, base.device)
         self.adapter: Adapter | None = None
@@ -36,8 +36,7 @@ class Critic:
         # A ratio, so that the schedule of the policy's learning rate applies to both.
         self.scale = self.lr / training.lr
         self.warmup_steps = critic.warmup_steps
-        betas = (optimizer.beta1, optimizer.beta2)
-        self.optimizer = new_optimizer(self.weights, self.lr, betas, optimizer.eps, training.weight_decay)
+        self.optimizer = new_optimizer(self.weights, self.lr, config)
 
     @property
     def weights(self) -> list[nn.Parameter]:

@@ -79,9 +79,8 @@ class LocalPolicy(Policy):
         self.base, self.lanes, self.config, self.workers = base, lanes, config, workers
         self.ranks = ranks
         self.adapter = self._new_adapter().initialise(*stream)
-        optimizer, training = config.optimizer, config.training
-        betas = (optimizer.beta1, optimizer.beta2)
-        self.optimizer = new_optimizer([self.adapter.flat], training.lr, betas, optimizer.eps, training.weight_decay)
+        training = config.training
+        self.optimizer = new_optimizer([self.adapter.flat], training.lr, config)
         tokens, plan = training.micro_batch_tokens, plan or MemoryPlan.of(base)
         self.budget = Budget(plan.micro_batch_tokens, plan=plan) if tokens == "auto" else Budget(tokens)
         self.critic = Critic(base, lanes, config, stream) if config.algorithm.critic else None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from retrain.config import Config
 from retrain.device import free_cached_memory, is_out_of_memory
 from retrain.errors import ModelError, NonFinite
 from retrain.maths.squeeze import truncate
@@ -259,14 +260,11 @@ class Lanes:
 # -- AdamW ----------------------------------------------------------------------------------------------------
 
 
-def new_optimizer(
-    weights: Sequence[nn.Parameter], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
+def new_optimizer(weights: Sequence[nn.Parameter], lr: float, config: Config) -> torch.optim.AdamW:
+    keys, weight_decay = config.optimizer, config.training.weight_decay
     # On a GPU one kernel, which needs no memory besides the moments and therefore changes all or nothing.
-    fused = weights[0].device.type in FUSED
-    return torch.optim.AdamW(
-        weights, lr, betas, eps, weight_decay, fused=fused or None, foreach=None if fused else False
-    )
+    kernel = {"fused": True} if weights[0].device.type in FUSED else {"foreach": False}
+    return torch.optim.AdamW(weights, lr, (keys.beta1, keys.beta2), keys.eps, weight_decay, **kernel)
 
 
 def apply_gradient(optimizer: torch.optim.Optimizer) -> None:

@@ -44,6 +44,10 @@ class Objective:
         return any(term.coef > 0 for term in self.terms if isinstance(term, EntropyTerm))
 
     @property
+    def is_supervised(self) -> bool:
+        return any(isinstance(term, SupervisedTerm) for term in self.terms)
+
+    @property
     def kl_coef(self) -> float:
         return sum(term.coef for term in self.terms if isinstance(term, KLTerm))
 
@@ -404,7 +408,7 @@ class SupervisedTerm(Term):
     advantages of 0 then need no backward pass."""
 
     trains: bool = True
-    needs: ClassVar[frozenset[Want]] = frozenset({Want.LOGPROBS, Want.TOP})
+    needs: ClassVar[frozenset[Want]] = frozenset({Want.LOGPROBS})
 
     @property
     def every_sequence(self) -> bool:

@@ -5,11 +5,12 @@ micro-batches: every micro-batch divides its sum by the tokens of the whole batc
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from retrain.config import Config
 from retrain.maths.ratios import Sums
 from retrain.policy.adapter_io import read_adapter
 from retrain.policy.local import OPTIMIZER, LocalSnapshot, optimizer_tensors
@@ -38,22 +39,12 @@ def supervised_sample(token_ids: Sequence[int], loss_mask: Sequence[bool]) -> Sa
     )
 
 
-@dataclass(frozen=True)
-class AdamW:
-    """Settings of the optimizer. ``clip_norm``: bound of the gradient's norm; 0 is none."""
-
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    clip_norm: float
-
-
 class SupervisedTrainer:
     """Trains ``adapter``. ``stream`` names the random stream of its dropout masks."""
 
-    def __init__(self, context: UpdateContext, adapter: Adapter, settings: AdamW, stream: tuple[int | str, ...]):
-        self.context, self.adapter, self.settings, self.stream = context, adapter, settings, stream
-        self.optimizer = new_optimizer([adapter.flat], 0.0, settings.betas, settings.eps, settings.weight_decay)
+    def __init__(self, context: UpdateContext, adapter: Adapter, config: Config, stream: tuple[int | str, ...]):
+        self.context, self.adapter, self.stream = context, adapter, stream
+        self.optimizer, self.clip_norm = new_optimizer([adapter.flat], 0.0, config), config.optimizer.grad_clip_norm
 
     def update(self, samples: Sequence[Sample], step: int, lr: float) -> dict[str, float]:
         """Take one optimizer step and return its ``sft/…`` metrics. Raises NonFinite, with the weights unchanged, if
@@ -61,7 +52,7 @@ class SupervisedTrainer:
         update = self._pending(self.context, samples, SupervisedTerm(), step, lr)
         result = update.accumulate(self.adapter, update.objective, samples)
         update.steps.append(OptimizerStep(self.optimizer, [self.adapter.flat], lr, result.loss))
-        metrics = update.apply(self.settings.clip_norm).metrics
+        metrics = update.apply(self.clip_norm).metrics
         return _likelihood(result.sums) | {"sft/lr": lr, "sft/grad_norm": metrics["optim/grad_norm"]}
 
     def measure(self, samples: Sequence[Sample]) -> dict[str, float]:

@@ -284,7 +284,7 @@ class GradientAccumulator:
             divergence_BT = as_table(self._divergence(hidden_MH, *teacher), batch)
             has_teacher_B1 = torch.tensor([[sample.teacher_prompt is not None] for sample in samples])
             taught_BT = batch.action_BT & has_teacher_B1.to(self.base.device)
-        top_M = batch.sampler_logprobs_BT.new_empty(len(batch.targets_M)) if Want.TOP in needs else None
+        top_M = batch.sampler_logprobs_BT.new_empty(len(batch.targets_M)) if self.objective.is_supervised else None
         logprobs_BT, entropy_BT = token_logprobs(
             self.base,
             batch,

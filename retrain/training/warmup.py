@@ -40,7 +40,7 @@ from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.packing import Budget
-from retrain.policy.supervised import AdamW, SupervisedTrainer, supervised_sample
+from retrain.policy.supervised import SupervisedTrainer, supervised_sample
 from retrain.policy.update import UpdateContext
 from retrain.records.catalogue import WARMUP_METRICS
 from retrain.records.schema.base import Row
@@ -75,18 +75,16 @@ class WarmUpPlan:
     def stream(self) -> tuple[int | str, ...]:
         return (self.config.campaign.seed, "warmup")
 
-    @property
-    def adamw(self) -> AdamW:
-        optimizer = self.config.optimizer
-        betas = (optimizer.beta1, optimizer.beta2)
-        return AdamW(betas, optimizer.eps, self.config.training.weight_decay, optimizer.grad_clip_norm)
-
     def digest(self, base: str) -> str:
         """Return a hash of all that the result depends on. ``base``: fingerprint of the base's weights."""
-        config = self.config
+        config, optimizer = self.config, self.config.optimizer
+        adamw = {
+            "betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.eps,
+            "weight_decay": config.training.weight_decay, "clip_norm": optimizer.grad_clip_norm,
+        }  # fmt: skip
         settings = [
             base, self.data_hash, self.stream, self.steps, config.warmup.batch_size, config.warmup.lr,
-            config.optimizer.schedule, vars(self.adamw), config.model.lora_rank, config.lora.alpha, config.lora.dropout,
+            optimizer.schedule, adamw, config.model.lora_rank, config.lora.alpha, config.lora.dropout,
             config.lora.target_modules, config.training.update_dtype,
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
@@ -208,7 +206,7 @@ class WarmUpSession:
         bfloat16, workers = config.training.update_dtype == "bfloat16", training.workers
         context = UpdateContext(lanes, self.budget, workers, config.lora.dropout, bfloat16, bases.ranks)
         adapter = plan.new_adapter(lanes).initialise(*plan.stream)
-        self.trainer = SupervisedTrainer(context, adapter, plan.adamw, plan.stream)
+        self.trainer = SupervisedTrainer(context, adapter, config, plan.stream)
         self.peft_config = plan.peft_config(adapter, base)
 
     def train(self) -> None:

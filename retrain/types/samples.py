@@ -244,15 +244,13 @@ class Sample:
 
 
 class Want(StrEnum):
-    """Scores of sampled tokens that can be requested; a policy computes all but ``TEACHER``, and ``TOP`` (the highest
-    log-probability) in updates only."""
+    """Scores of sampled tokens that can be requested; a policy computes all but ``TEACHER``."""
 
     LOGPROBS = "logprobs"
     ENTROPY = "entropy"
     VALUES = "values"
     REFERENCE = "reference"
     TEACHER = "teacher"
-    TOP = "top"
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,7 @@ def objective(
 
 
 def adamw(adapter: Adapter, lr: float = 1e-3, weight_decay: float = 0.0) -> torch.optim.AdamW:
-    return new_optimizer([adapter.flat], lr, (0.9, 0.999), 1e-8, weight_decay)
+    return new_optimizer([adapter.flat], lr, parse_dict({"training": {"weight_decay": weight_decay}}))
 
 
 def update(

@@ -5,15 +5,16 @@ import pytest
 import torch
 from helpers.lanes import relative_gap, trained
 
+from retrain.config import Config, parse_dict
 from retrain.policy.backbone import backbone_of
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.packing import Budget
-from retrain.policy.supervised import AdamW, SupervisedTrainer, supervised_sample
+from retrain.policy.supervised import SupervisedTrainer, supervised_sample
 from retrain.policy.update import UpdateContext
 from retrain.rng import generator
 from retrain.threads import Workers
 
-PLAIN = AdamW((0.9, 0.999), 1e-8, weight_decay=0.0, clip_norm=0.0)
+PLAIN = parse_dict({"optimizer": {"grad_clip_norm": 0.0}})
 FAMILIES = ("tied llama", "qwen3", "gemma2", "windowed mistral")
 
 
@@ -30,10 +31,10 @@ def examples(vocabulary: int) -> list[tuple[list[int], list[bool]]]:
 
 
 def trainer(
-    lanes: Lanes, tokens: int = 1000, settings: AdamW = PLAIN, workers: int = 1, dropout: float = 0.0
+    lanes: Lanes, tokens: int = 1000, config: Config = PLAIN, workers: int = 1, dropout: float = 0.0
 ) -> SupervisedTrainer:
     context = UpdateContext(lanes, Budget(tokens), Workers(workers), dropout)
-    return SupervisedTrainer(context, trained(lanes, 3), settings, ("test",))
+    return SupervisedTrainer(context, trained(lanes, 3), config, ("test",))
 
 
 def by_transformers(lanes: Lanes, learner: SupervisedTrainer, rows) -> tuple[float, float, torch.Tensor]:
@@ -123,13 +124,13 @@ def test_training_lowers_the_loss_and_continues_from_a_snapshot_bit_for_bit(tiny
     base = tiny("qwen3", torch.float32)
     lanes = Lanes(base)
     samples = [supervised_sample(*row) for row in examples(base.vocab_size)]
-    settings = AdamW((0.9, 0.99), 1e-8, weight_decay=0.1, clip_norm=1.0)
-    learner = trainer(lanes, settings=settings)
+    config = parse_dict({"optimizer": {"beta2": 0.99}, "training": {"weight_decay": 0.1}})
+    learner = trainer(lanes, config=config)
     losses = [learner.update(samples, step, lr=0.01)["sft/loss"] for step in range(3)]
     learner.snapshot({"r": 4, "lora_alpha": 8.0}).write(tmp_path)
     rest = [learner.update(samples, step, lr=0.01)["sft/loss"] for step in range(3, 6)]
     assert rest[-1] < 0.8 * losses[0]
-    other = trainer(lanes, settings=settings)
+    other = trainer(lanes, config=config)
     other.load(tmp_path)
     assert [other.update(samples, step, lr=0.01)["sft/loss"] for step in range(3, 6)] == rest
     assert torch.equal(other.adapter.flat, learner.adapter.flat)
