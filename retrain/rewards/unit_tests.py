@@ -49,7 +49,7 @@ class UnitTestReward(Reward):
         self._local, self._judges = threading.local(), list[ProgramJudge]()
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        tests = {id(problem): tests_of(problem) for problem, _ in items}
+        tests = {key: tests_of(problem) for key, problem in {id(problem): problem for problem, _ in items}.items()}
         jobs = [(id(problem), program_of(problem, str(text))) for problem, text in items]
         futures = {job: self._threads.submit(self._judged, job[1], tests[job[0]]) for job in dict.fromkeys(jobs)}
         try:

@@ -77,6 +77,34 @@ def test_a_hostile_program_gains_nothing_and_the_next_one_is_judged_as_ever(name
 def test_a_program_cannot_end_the_loop_of_a_test(judged):
     result = judged("def even(n):\n    raise StopIteration", "assert all(map(even, [2, 4]))", entry_point="even")
     assert result.total_reward == 0.0
+    program = "def same(n):\n    return n if n < 1 else 1 / 0"
+    loop = "for n in range(9):\n    value = same(n)\n    assert value == n"
+    while_loop = "n = 0\nwhile n < 9:\n    value = same(n)\n    assert value == n\n    n += 1"
+    for test in (loop, while_loop):
+        assert judged(program, test).total_reward == 0.0
+        assert judged("def same(n):\n    return n", test).total_reward == 1.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize("fault", ["return object()", "import os; os._exit(0)", "raise SystemExit"])
+def test_only_an_exception_passes_a_test_that_expects_any_exception(fault, judged):
+    expected = "import unittest\nclass Tests(unittest.TestCase):\n    def test_error(self):\n"
+    expected += "        self.assertRaises(Exception, root, -1)"
+    caught = "try:\n    root(-1)\nexcept:\n    pass\nassert root(0) == 0"
+    program = "def root(x):\n    if x == 0: return 0\n    "
+    assert judged(program + fault, expected).total_reward == 0.0
+    assert not judged(program + fault, caught).correct
+    for test in (expected, caught):
+        assert judged(f"{program}raise ValueError", test).correct
+
+
+@needs_sandbox
+def test_names_and_arguments_of_functions_are_free(judged):
+    assert judged("def test_equal(a, b):\n    return a == b", "assert test_equal(1, 1)").correct
+    assert judged("def check(a):\n    return a", "assert check(1) == 1", entry_point="check").correct
+    test = "import collections\ntable = collections.defaultdict(list)\nadd(table)\nassert table == {1: [2]}\n"
+    test += "assert table[3] == []"
+    assert judged("def add(table):\n    table[1] = [2]", test).correct
 
 
 @needs_sandbox
