@@ -106,14 +106,20 @@ def tests_of(problem: Problem) -> Tests:
     column = next((name for name in TEST_COLUMNS if columns.get(name)), None)
     if column is None:
         raise DataError(f"{problem.id}  has no tests: add a column {', '.join(TEST_COLUMNS)}, or inputs and outputs")
-    suite = _suite(problem, column)
+    arguments = _suite(problem, column)
     try:
-        sites = Suite(**suite).sites
+        suite = Suite(**arguments)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise DataError(f'{problem.id}  column "{column}" is not Python: {error}') from None
-    if not sites:
+    if not suite.sites:
         raise DataError(f'{problem.id}  column "{column}" asserts nothing, so every program would pass: add an assert')
-    return Tests(suite)
+    defines_check = any(getattr(node, "name", "") == "check" for tree in suite.trees for node in tree.body)
+    if defines_check and not suite.entry_point and "check" not in suite.called():
+        raise DataError(
+            f'{problem.id}  column "{column}" defines check(candidate), and nothing names the candidate: add a column '
+            '"entry_point" with the name of the function'
+        )
+    return Tests(arguments)
 
 
 def _suite(problem: Problem, column: str) -> dict[str, Any]:

@@ -118,8 +118,8 @@ def clipped(text: str) -> str:
 
 
 class Instrument(ast.NodeTransformer):
-    """Puts every test into a ``try`` statement that records how it ends, and every loop around tests into one that
-    records an error which ends it. ``sites``: the tests' source texts."""
+    """Puts every test into a ``try`` statement that records how it ends. Code that runs a test several times, a loop or
+    a helper function, gets one that records an error outside the test. ``sites``: the tests' source texts."""
 
     def __init__(self) -> None:
         self.sites: list[str] = []
@@ -136,22 +136,32 @@ class Instrument(ast.NodeTransformer):
     def visit_For(self, node: ast.For | ast.While) -> ast.stmt:
         first = len(self.sites)
         self.generic_visit(node)
-        sites = range(first, len(self.sites))
-        return self.guarded(node, f"except BaseException:\n  unfinished__({sites})\n  raise") if sites else node
+        return self.repeated([node], first)[0]
 
     visit_While = visit_For
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.stmt:
+        first = len(self.sites)
+        self.generic_visit(node)
+        if node.name != "check" and not node.name.startswith("test"):  # those run once
+            node.body = self.repeated(node.body, first)
+        return node
+
+    def repeated(self, body: list[ast.stmt], first: int) -> list[ast.stmt]:
+        sites = [*range(first, len(self.sites))]
+        return [self.guarded(body, f"except BaseException:\n  unfinished__({sites})\n  raise")] if sites else body
 
     def wrapped(self, node: ast.stmt) -> ast.stmt:
         site = len(self.sites)
         self.sites.append(ast.unparse(node)[:SHOWN])
         text = f"except BaseException as error_:\n  failed__({site}, error_)\nelse:\n  passed__({site})"
-        return self.guarded(node, text)
+        return self.guarded([node], text)
 
-    def guarded(self, node: ast.stmt, handlers: str) -> ast.stmt:
+    def guarded(self, body: list[ast.stmt], handlers: str) -> ast.stmt:
         (wrapper,) = ast.parse(f"try:\n  pass\n{handlers}").body
         assert isinstance(wrapper, ast.Try)
-        wrapper.body = [node]
-        return ast.fix_missing_locations(ast.copy_location(wrapper, node))
+        wrapper.body = body
+        return ast.fix_missing_locations(ast.copy_location(wrapper, body[0]))
 
 
 def _is_assertion(node: ast.expr) -> bool:
@@ -179,7 +189,7 @@ class Suite:
             instrument.visit(tree)
         self.sites = instrument.sites
         self.passed, self.failed = set[int](), dict[int, str]()
-        self.unfinished = set[int]()  # Tests in loops that an error outside them ended
+        self.unfinished = set[int]()  # Tests in loops and helper functions that an error outside the tests ended
         self.outside = list[str]()  # Errors outside tests
         self.of_program = False  # The program raised an error that failed a test, or ended
 

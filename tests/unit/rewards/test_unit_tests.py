@@ -80,7 +80,8 @@ def test_a_program_cannot_end_the_loop_of_a_test(judged):
     program = "def same(n):\n    return n if n < 1 else 1 / 0"
     loop = "for n in range(9):\n    value = same(n)\n    assert value == n"
     while_loop = "n = 0\nwhile n < 9:\n    value = same(n)\n    assert value == n\n    n += 1"
-    for test in (loop, while_loop):
+    helper = "def verify(n):\n    value = same(n)\n    assert value == n\nverify(0)\nverify(1)"
+    for test in (loop, while_loop, helper):
         assert judged(program, test).total_reward == 0.0
         assert judged("def same(n):\n    return n", test).total_reward == 1.0
 
@@ -350,6 +351,7 @@ def test_without_code_in_the_prompt_the_answer_is_the_program():
     ({"test_list": ["x = add(1, 2)"]}, 'column "test_list" asserts nothing'),
     ({"tests": ["assert True"]}, "asserts nothing"),
     ({"tests": [1]}, "not a list of texts"),
+    ({"test": "def check(candidate):\n    assert candidate(1)"}, 'add a column "entry_point"'),
     ({"tests": ["assert f()"], "entry_point": "a b"}, 'column "entry_point" is .* not the name of a function'),
     ({"inputs": ["1"], "outputs": []}, 'column "outputs"'),
     ({"inputs": ["1", "2"], "outputs": ["1"]}, "has 2 inputs and 1 outputs"),
