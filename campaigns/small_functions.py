@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 MOST = {"train": 960, "test": 180}
-"""Problems of a split; kinds that have fewer different ones end earlier."""
+"""Limit of the number of problems of a split."""
 TRIES = 2000
 HELDOUT_SHARE = 0.15
 TESTS = 4
@@ -30,7 +30,7 @@ WORDS = ("apple", "banana", "letter", "window", "garden", "rabbit", "pepper", "c
 
 @dataclass(frozen=True)
 class Task:
-    """A function to write. ``arguments`` draws one call's arguments; ``call`` computes what it must return."""
+    """A function to write. ``arguments`` draws the arguments of one call, and ``call`` is the reference solution."""
 
     head: str
     docstring: str
@@ -129,7 +129,7 @@ KINDS: dict[str, tuple[Callable[[random.Random], Task], ...]] = {
 
 
 def problems(split: str) -> list[dict[str, object]]:
-    """Functions to write; kinds and levels take turns."""
+    """Return the problems of a split, ordered so that kinds alternate."""
     kinds = [(level, make) for level, makes in KINDS.items() for make in makes]
     rounds = itertools.zip_longest(*(_different(split, level, make) for level, make in kinds))
     return [row for turn in rounds for row in turn if row is not None][: MOST[split]]

@@ -36,7 +36,7 @@ def environment_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def warmup_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report what examples of the warm-up cannot show, or a backend does not train."""
+    """Report a warm-up that the backend cannot train, or whose prompts lack what the environment adds to them."""
     backend, warmup, environment = config.backend.backend, config.warmup, config.environment
     if not warmup.active:
         return
@@ -100,7 +100,7 @@ def _quantize_issues(config: Config) -> Iterator[ConfigIssue]:
 
 
 def start_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report runs without steps that have no warm-up either or are compared, and two kinds of weights to start from."""
+    """Report runs with neither steps nor a warm-up, campaigns without steps, and two sources of initial weights."""
     if not config.training.max_steps and not config.warmup.active:
         length = "training.max_steps" if config.campaign.max_steps is None else "campaign.max_steps"
         message = "is 0, but must be an integer ≥ 1: only with a [warmup] is there something to train"
@@ -143,7 +143,7 @@ def server_executor_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def worker_server_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report servers that workers cannot start beside themselves, and shared ones that would sleep."""
+    """Report servers that a worker cannot start on its own GPU, and shared servers that would sleep."""
     executor, inference = config.campaign.executor, config.inference
     if executor == "inprocess":
         return

@@ -102,8 +102,9 @@ def check_gradable(data: Dataset, config: Config) -> None:
 
 def check_tests(data: Dataset, config: Config) -> None:
     """Raise DataError for the first problem whose tests are missing or malformed, if a grader runs programs."""
-    for problem in (problem for part, _ in parts_of(data, config) for problem in part if config.tested):
-        tests_of(problem)
+    for part, _ in parts_of(data, config) if config.tested else ():
+        for problem in part:
+            tests_of(problem)
 
 
 def missing_column(columns: Sequence[str], data: Dataset, config: Config) -> str:

@@ -19,7 +19,7 @@ from retrain.sandbox.sandbox import Sandbox, SandboxLimits, SandboxOutcome
 
 SHOWN_OUTPUT = 2000  # characters of a program's output that are recorded
 TESTS_SECONDS = 2.0  # time for the tests themselves, beyond that of the program
-SHOWN_LINES = 200  # characters of an expected or printed output in a message
+SHOWN_TEXT = 200  # characters of an input or output in a message
 LIMITS = {
     "memory": "it used more than {memory_mb} MiB of memory",
     "output": "it printed or returned too much",
@@ -51,13 +51,13 @@ def sources(*modules: Any) -> dict[str, str]:
 
 
 class ProgramJudge:
-    """Judges one program at a time. Its two sandboxes serve all programs, each of which gets a new process. To be used
-    by one thread, which must outlive it."""
+    """Judges one program at a time, each in a new process of the same two sandboxes. Only one thread may use it, and
+    the sandboxes end with this thread."""
 
     def __init__(self, limits: SandboxLimits):
         self.limits = limits
         self.program = Sandbox(limits, modules=sources(literals, inside_program))
-        # They get more time, so that a program which takes too long ends before its tests.
+        # The tests get more time, so that a slow program reaches its limit first.
         limits = limits.model_copy(update={"timeout_s": limits.timeout_s + TESTS_SECONDS})
         self.tests = Sandbox(limits, modules=sources(literals, inside_tests))
 
@@ -75,8 +75,7 @@ class ProgramJudge:
 
     def _begin(self, function: str, *arguments: object) -> None:
         arguments = (*arguments, math.ceil(self.limits.timeout_s))
-        code = f"from retrain.sandbox.inside_program import {function}\n{function}{arguments!r}"
-        self.program.begin(code)
+        self.program.begin(f"from retrain.sandbox.inside_program import {function}\n{function}{arguments!r}")
 
     def _by_calls(self, program: str, tests: Tests) -> Verdict:
         self._begin("answer_calls", program)
@@ -131,8 +130,8 @@ class ProgramJudge:
                 is_right = _lines(heard.output) == _lines(expected)
                 passed += is_right
                 if not is_right:
-                    pair = repr(heard.output[:SHOWN_LINES]), repr(expected[:SHOWN_LINES])
-                    failures.append(f"input {text[:SHOWN_LINES]!r}: printed {pair[0]}, not {pair[1]}")
+                    pair = repr(heard.output[:SHOWN_TEXT]), repr(expected[:SHOWN_TEXT])
+                    failures.append(f"input {text[:SHOWN_TEXT]!r}: printed {pair[0]}, not {pair[1]}")
                 continue
             ended = self._ended(heard, failures)
             fault, shown = "syntax_error" if said else ended.fault, heard.output

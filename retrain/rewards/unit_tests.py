@@ -49,7 +49,7 @@ class UnitTestReward(Reward):
         self._local, self._judges = threading.local(), list[ProgramJudge]()
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        tests = {id(problem): tests_of(problem) for problem, _ in items}
+        tests = {key: tests_of(problem) for key, problem in {id(problem): problem for problem, _ in items}.items()}
         jobs = [(id(problem), program_of(problem, str(text))) for problem, text in items]
         futures = {job: self._threads.submit(self._judged, job[1], tests[job[0]]) for job in dict.fromkeys(jobs)}
         try:
@@ -106,14 +106,20 @@ def tests_of(problem: Problem) -> Tests:
     column = next((name for name in TEST_COLUMNS if columns.get(name)), None)
     if column is None:
         raise DataError(f"{problem.id}  has no tests: add a column {', '.join(TEST_COLUMNS)}, or inputs and outputs")
-    suite = _suite(problem, column)
+    arguments = _suite(problem, column)
     try:
-        sites = Suite(**suite).sites
+        suite = Suite(**arguments)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise DataError(f'{problem.id}  column "{column}" is not Python: {error}') from None
-    if not sites:
+    if not suite.sites:
         raise DataError(f'{problem.id}  column "{column}" asserts nothing, so every program would pass: add an assert')
-    return Tests(suite)
+    defines_check = any(getattr(node, "name", "") == "check" for tree in suite.trees for node in tree.body)
+    if defines_check and not suite.entry_point and "check" not in suite.called():
+        raise DataError(
+            f'{problem.id}  column "{column}" defines check(candidate), and nothing names the candidate: add a column '
+            '"entry_point" with the name of the function'
+        )
+    return Tests(arguments)
 
 
 def _suite(problem: Problem, column: str) -> dict[str, Any]:

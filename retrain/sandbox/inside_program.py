@@ -13,18 +13,15 @@ import traceback
 import types
 from collections.abc import Iterator
 
-from retrain.sandbox.literals import NotLiteral, decode, encode
+from retrain.sandbox.literals import HEARD, NotLiteral, decode, encode, send_line
 
-HEARD, SAID = 100, 101  # as in ``inside``
 FRAMES = 8
 # Imported before the fork of each program, which then need not read them
 PRELOADED = "bisect collections copy dataclasses datetime functools heapq itertools math operator re string typing"
 
 
 def say(answer: dict[str, object]) -> None:
-    data = memoryview(json.dumps(answer).encode() + b"\n")
-    while data:
-        data = data[os.write(SAID, data) :]
+    send_line(json.dumps(answer))
 
 
 def requests() -> Iterator[dict[str, object]]:
@@ -34,7 +31,7 @@ def requests() -> Iterator[dict[str, object]]:
 
 
 def compiled(program: str, seconds: int) -> types.CodeType | None:
-    """Limit the CPU time of this process and return the program; None if its syntax is wrong, which is told."""
+    """Limit the CPU time of this process and compile the program. Report a wrong syntax, and return None for it."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     random.seed(0)
     try:
@@ -46,7 +43,7 @@ def compiled(program: str, seconds: int) -> types.CodeType | None:
 
 
 def answer_calls(program: str, seconds: int) -> None:
-    """Run the program as the module ``solution``, tell its names (true for callables), then answer calls."""
+    """Run the program as the module ``solution``, send its names (true for callables), then answer calls."""
     if (code := compiled(program, seconds)) is None:
         return
     module = sys.modules["solution"] = types.ModuleType("solution")
@@ -64,7 +61,8 @@ def answer_calls(program: str, seconds: int) -> None:
 
 
 def answered(names: dict[str, object], request: dict[str, object]) -> dict[str, object]:
-    """Return the value of a name, or what calling it returned or raised and the new values of its arguments."""
+    """Return the value of a name; if the request has arguments, call it and return its result with the arguments that
+    it may have changed, or the exception."""
     try:
         found = names[str(request["name"])]
         if "arguments" not in request:
@@ -100,8 +98,8 @@ def report(error: BaseException) -> None:
 
 
 def run_script(program: str, text: str, seconds: int) -> None:
-    """Run the program as a script that reads ``text`` from its standard input. Its standard error is dropped, unless
-    it raises."""
+    """Run the program as a script that reads ``text`` from its standard input. Only the traceback of an exception
+    reaches standard error."""
     if (code := compiled(program, seconds)) is None:
         sys.exit(1)
     descriptor = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)

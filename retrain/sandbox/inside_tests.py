@@ -16,71 +16,77 @@ import random
 import sys
 from typing import Any
 
-from retrain.sandbox.literals import NotLiteral, decode, encode
+from retrain.sandbox.literals import HEARD, NotLiteral, decode, encode, send_line
 
-HEARD, SAID = 100, 101  # as in ``inside``
 SHOWN_FAILURES = 5
 SHOWN = 300  # characters of a test, a value or an error in a failure
 INVALID = "the program sent an invalid answer"
 
 
-class ProgramError(Exception):
-    """The program ended, gave a value without a literal, or raised an exception that is not built in."""
+class ProgramError(BaseException):
+    """The program ended, returned a value without a literal, or raised an exception that is no ``Exception``.
+
+    It is no ``Exception`` either: otherwise ``assertRaises(Exception)`` would pass.
+    """
 
 
 class Program:
-    """The program in the other sandbox. ``last`` describes the latest call."""
+    """The program in the other sandbox. ``last`` describes the latest call. ``faults``: ProgramErrors of all calls."""
 
     def __init__(self) -> None:
         self.lines, self.last, self.ended = os.fdopen(HEARD, "rb", closefd=False), "", ""
+        self.faults = list[ProgramError]()
 
-    def ask(self, request: dict[str, object]) -> dict[str, Any]:
+    def ask(self, request: dict[str, object]) -> tuple[Any, Any]:
+        """Return the decoded value and changed arguments. Raises the program's exception, or ProgramError."""
         if self.ended:
             raise ProgramError(self.ended)
-        say("call", request)
+        send_line(f"call {json.dumps(request)}")
         try:
             answer = json.loads(self.lines.readline())
-        except (ValueError, RecursionError):
-            answer = None
-        if not isinstance(answer, dict):
-            raise ProgramError(INVALID)
-        self.ended = str(answer.get("ended", ""))
+            value, changed = decode(answer.get("value")), decode(answer.get("changed"))
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ProgramError(INVALID) from error
         if "ended" in answer or "raised" in answer:
+            self.ended = str(answer.get("ended", ""))
             error = ProgramError(self.ended) if self.ended else exception(answer)
             error.of_program = True  # type: ignore[attr-defined]
             raise error
         if "type" in answer:
             raise ProgramError(f"the result has {clipped(str(answer['type']))}")
-        return answer
-
-    def value(self, name: str) -> object:
-        return decode(self.ask({"name": name}).get("value"))
+        return value, changed
 
     def call(self, name: str, /, *arguments: object, **named: object) -> object:
+        try:
+            return self.result(name, arguments, named)
+        except ProgramError as error:
+            self.faults.append(error)
+            raise
+
+    def result(self, name: str, arguments: tuple[object, ...], named: dict[str, object]) -> object:
         values = [*arguments, *named.values()]
         self.last = f"{name}({', '.join(map(short, values))})"
         try:
             request = {"name": name, "arguments": encode(list(arguments)), "named": encode(named)}
         except NotLiteral as error:
             raise ProgramError(f"the tests pass {error} to {name}, which cannot be sent to the program") from None
-        answer = self.ask(request)
+        result, changed = self.ask(request)
         try:
-            result, changed = decode(answer.get("value")), decode(answer.get("changed"))
             for value, new in zip(values, changed, strict=True):
                 update(value, new)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError) as error:
             raise ProgramError(INVALID) from error
         self.last += f" returned {short(result)}"
         return result
 
 
-def exception(answer: dict[str, Any]) -> Exception:
+def exception(answer: dict[str, Any]) -> BaseException:
     """Return the exception that the program raised, as its first base class that is a built-in Exception.
 
     StopIteration is a RuntimeError, as in generators: otherwise a program could end ``all(map(program, inputs))``.
     """
-    names, message = answer["raised"], str(answer.get("message", ""))
-    names = [str(name) for name in names] if isinstance(names, list) else [INVALID]
+    names, message = answer.get("raised"), str(answer.get("message", ""))
+    names = [str(name) for name in names] if names and isinstance(names, list) else [INVALID]
     for name in names:
         kind = RuntimeError if name in ("StopIteration", "StopAsyncIteration") else getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -96,15 +102,8 @@ def update(value: object, new: Any) -> None:
     if isinstance(value, list | bytearray):
         value[:] = new
     elif isinstance(value, dict | set):
-        content = type(value)(new)
         value.clear()
-        value.update(content)
-
-
-def say(kind: str, content: object) -> None:
-    data = memoryview(f"{kind} {json.dumps(content)}\n".encode())
-    while data:
-        data = data[os.write(SAID, data) :]
+        value.update(new)
 
 
 def short(value: object) -> str:
@@ -119,7 +118,8 @@ def clipped(text: str) -> str:
 
 
 class Instrument(ast.NodeTransformer):
-    """Puts every test into a ``try`` statement that records how it ends. ``sites``: the tests' source texts."""
+    """Puts every test into a ``try`` statement that records how it ends. Code that runs a test several times, a loop or
+    a helper function, gets one that records an error outside the test. ``sites``: the tests' source texts."""
 
     def __init__(self) -> None:
         self.sites: list[str] = []
@@ -133,14 +133,35 @@ class Instrument(ast.NodeTransformer):
     def visit_With(self, node: ast.With) -> ast.AST:
         return self.wrapped(node) if _is_assertion(node.items[0].context_expr) else self.generic_visit(node)
 
+    def visit_For(self, node: ast.For | ast.While) -> ast.stmt:
+        first = len(self.sites)
+        self.generic_visit(node)
+        return self.repeated([node], first)[0]
+
+    visit_While = visit_For
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.stmt:
+        first = len(self.sites)
+        self.generic_visit(node)
+        if node.name != "check" and not node.name.startswith("test"):  # those run once
+            node.body = self.repeated(node.body, first)
+        return node
+
+    def repeated(self, body: list[ast.stmt], first: int) -> list[ast.stmt]:
+        sites = [*range(first, len(self.sites))]
+        return [self.guarded(body, f"except BaseException:\n  unfinished__({sites})\n  raise")] if sites else body
+
     def wrapped(self, node: ast.stmt) -> ast.stmt:
         site = len(self.sites)
         self.sites.append(ast.unparse(node)[:SHOWN])
-        text = f"try:\n  pass\nexcept Exception as error_:\n  failed__({site}, error_)\nelse:\n  passed__({site})"
-        (wrapper,) = ast.parse(text).body
+        text = f"except BaseException as error_:\n  failed__({site}, error_)\nelse:\n  passed__({site})"
+        return self.guarded([node], text)
+
+    def guarded(self, body: list[ast.stmt], handlers: str) -> ast.stmt:
+        (wrapper,) = ast.parse(f"try:\n  pass\n{handlers}").body
         assert isinstance(wrapper, ast.Try)
-        wrapper.body = [node]
-        return ast.fix_missing_locations(ast.copy_location(wrapper, node))
+        wrapper.body = body
+        return ast.fix_missing_locations(ast.copy_location(wrapper, body[0]))
 
 
 def _is_assertion(node: ast.expr) -> bool:
@@ -168,33 +189,38 @@ class Suite:
             instrument.visit(tree)
         self.sites = instrument.sites
         self.passed, self.failed = set[int](), dict[int, str]()
+        self.unfinished = set[int]()  # Tests in loops and helper functions that an error outside the tests ended
         self.outside = list[str]()  # Errors outside tests
         self.of_program = False  # The program raised an error that failed a test, or ended
 
     def run(self, program: Program, names: dict[str, bool]) -> dict[str, object]:
         """Run the tests against a program that defines ``names`` (true for callables). Return the verdict."""
 
-        def failed(site: int, error: Exception) -> None:
+        def failed(site: int, error: BaseException) -> None:
             self.failed.setdefault(site, self.described(self.sites[site], error, program))
 
-        space: dict[str, Any] = {"__name__": "tests", "passed__": self.passed.add, "failed__": failed}
+        space: dict[str, Any] = {"passed__": self.passed.add, "failed__": failed}
+        space |= {"unfinished__": self.unfinished.update, "__name__": "problem"}
         self.tried(program, lambda: exec(compile(self.helpers, "<problem>", "exec"), space))
+        space["__name__"] = "tests"
         for name in self.free - space.keys():
             if names.get(name):
                 space[name] = functools.partial(program.call, name)
             elif name in names:  # a module that the program imports, or a value; without a literal it stays unknown
-                with contextlib.suppress(ProgramError):
+                with contextlib.suppress(Exception, ProgramError):
                     is_module = name in sys.stdlib_module_names
-                    space[name] = importlib.import_module(name) if is_module else program.value(name)
+                    space[name] = importlib.import_module(name) if is_module else program.ask({"name": name})[0]
         self.tried(program, lambda: exec(compile(self.setup, "<setup>", "exec"), space))
         for number, tree in enumerate(self.trees):
             self.tried(program, functools.partial(exec, compile(tree, f"<tests {number}>", "exec"), space))
         for call in self.functions(space):
             self.tried(program, call)
+        for error in [*program.faults]:  # which the tests' own code has caught
+            self.outside.append(self.described("outside the assertions", error, program))
         is_complete = not self.failed and not self.outside
-        passed, total = len(self.passed - self.failed.keys()), len(self.sites) + len(self.outside)
+        passed = len(self.passed - self.failed.keys() - self.unfinished)
         return {
-            "share": float(passed > 0) if is_complete else passed / total,
+            "share": float(bool(self.passed)) if is_complete else passed / (len(self.sites) + len(self.outside)),
             "failures": [*self.outside, *self.failed.values()][:SHOWN_FAILURES],
             "of_program": self.of_program,
         }
@@ -202,12 +228,14 @@ class Suite:
     def functions(self, space: dict[str, Any]) -> list[Any]:
         """Return calls of the tests' functions: ``check(entry point)``, ``test_…()`` and methods of TestCases."""
         calls = []
-        if callable(space.get("check")) and self.entry_point in space and "check" not in self.called():
-            calls.append(functools.partial(space["check"], space[self.entry_point]))
-        for name, value in list(space.items()):
+        # The program's functions may have such names, too.
+        named = {name: value for name, value in space.items() if getattr(value, "__module__", "") == "tests"}
+        if callable(named.get("check")) and self.entry_point in space and "check" not in self.called():
+            calls.append(functools.partial(named["check"], space[self.entry_point]))
+        for name, value in named.items():
             if name.startswith("test_") and callable(value):
                 calls.append(value)
-            if isinstance(value, type) and hasattr(value, "assertEqual") and value.__module__ == "tests":
+            if isinstance(value, type) and hasattr(value, "assertEqual"):
                 methods = [method for method in dir(value) if method.startswith("test")]
                 calls += [functools.partial(run_method, value, method) for method in methods]
         return calls
@@ -225,6 +253,8 @@ class Suite:
 
     def described(self, where: str, error: BaseException, program: Program) -> str:
         self.of_program |= hasattr(error, "of_program")
+        if isinstance(error, ProgramError) and error in program.faults:
+            program.faults.remove(error)
         text = clipped(str(error))
         name = "" if isinstance(error, ProgramError) else type(error).__name__ + (": " if text else "")
         return f"{where}: {name}{text}" + (f" ({program.last})" if program.last else "")
@@ -255,4 +285,4 @@ def free_names(trees: list[ast.Module]) -> set[str]:
 
 def judge(suite: dict[str, Any], names: dict[str, bool]) -> None:
     random.seed(0)
-    say("verdict", Suite(**suite).run(Program(), names))
+    send_line(f"verdict {json.dumps(Suite(**suite).run(Program(), names))}")

@@ -69,8 +69,8 @@ class SandboxLimits(BaseModel):
 @dataclass(frozen=True)
 class SandboxOutcome:
     output: str  # The middle is left out if it is too long
-    # By itself: ``exit``, ``done``; by the caller: ``stopped``; limits: ``time``, ``memory``, ``output``; no reply:
-    # ``lost``
+    # ``exit`` and ``done``: by itself; ``stopped``: by the caller; ``time``, ``memory``, ``output``: by a limit;
+    # ``lost``: no reply
     ended: str
     status: int  # Exit status, negative for a signal
     fresh: bool  # Ran in a new sandbox, without state of earlier calls
@@ -176,9 +176,9 @@ class Sandbox:
     left files behind or, with ``keep_state``, ended the interpreter. Not thread-safe; the kernel kills the sandbox when
     the thread that started it ends.
 
-    ``modules``: source texts of modules by name, which are imported before the first call. With them, code may exchange
-    lines with the caller, in turns (``inside.py``): after ``begin``, ``listen`` returns the code's first line or the
-    outcome, and after each line ``tell`` answers it or ``stop`` ends the code.
+    ``modules``: source texts of modules by name, which are imported before the first call. With them, code and caller
+    exchange lines in turns (``inside.py``): after ``begin``, ``listen`` returns the code's first line, or the outcome;
+    ``tell`` answers a line, and ``stop`` ends the code.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Sandbox:
         return SandboxOutcome(reply["head"] + note + reply["tail"], ended, reply["status"], self._fresh)
 
     def tell(self, line: str) -> None:
-        """Send a line to the code, which ``listen`` has returned a line of."""
+        """Answer the line that ``listen`` has returned."""
         self._send({"tell": line})
 
     def stop(self) -> SandboxOutcome:

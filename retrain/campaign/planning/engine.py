@@ -95,8 +95,8 @@ def _settled(plan: Plan, settings: Mapping[str, Any], note: str = "") -> Plan:
 
 
 def _check_possible(specs: Sequence[RunSpec], machine: Machine) -> None:
-    """Raise NoVllm with the first reason why vLLM cannot sample for these runs. Their configurations have vLLM as the
-    engine, so that the rules for servers apply."""
+    """Raise NoVllm with the first reason why vLLM cannot sample for these runs, whose configurations must have vLLM as
+    the engine: otherwise the rules for servers would not apply."""
     for spec in specs:
         for issue in (issue for issue in rule_issues(spec.config) if not issue.warning):
             section, _, name = issue.keys[0].partition(".")
@@ -143,7 +143,7 @@ def _vllm(specs: Sequence[RunSpec], machine: Machine, architecture: Architecture
     else:
         if config.inference.replicas > 1:
             raise NoVllm(f"[inference] replicas is {config.inference.replicas}, and there is one GPU")
-        division, lanes, fewer = _division(specs, machine, architecture, trainers)
+        division, lanes, fewer = _division(specs, machine, architecture, trainers, lanes)
         settings["sleep"] = division.sleep
         released = "its KV cache is" if division.sleep == "kv" else "KV cache and weights are"
         where = f"gpu:{[*machine.gpus].index(trainers[0])} beside the trainer"
@@ -170,14 +170,13 @@ def _trainer_gpus(config: Config, machine: Machine) -> list[str]:
 
 
 def _division(
-    specs: Sequence[RunSpec], machine: Machine, architecture: Architecture, trainers: Sequence[str]
+    specs: Sequence[RunSpec], machine: Machine, architecture: Architecture, trainers: Sequence[str], planned: int
 ) -> tuple[Division, int, str]:
-    """Return the division of a GPU that trains, its lanes, and an addition to the note. With ``lanes = "auto"``, as
-    many lanes as fit. Raises NoVllm."""
+    """Return the division of a GPU that trains, its lanes, and an addition to the note. There are ``planned`` lanes,
+    or with ``lanes = "auto"`` as many of them as fit. Raises NoVllm."""
     config, slots = specs[0].config, len(trainers)
     total, host = min(machine.gpus[name] for name in trainers), machine.host // slots
-    planned = lanes = min(lane_count(specs, on_gpu=True, slots=slots), len(specs))
-    reason = ""
+    lanes, reason = planned, ""
     while True:
         try:
             division = automatic.divide(total, host, _sizes(specs, architecture, lanes), config.inference.sleep)
@@ -192,8 +191,8 @@ def _division(
 
 
 def _own_gpus(config: Config, machine: Machine, others: Sequence[str], base: int) -> tuple[Sequence[str], int]:
-    """Return the GPUs of all replicas, and how many each has: ``launch_gpus``, else as many as a ``base`` of these
-    bytes needs."""
+    """Return the GPUs of all replicas, and the number of GPUs of each: those of ``launch_gpus``, else as many as a
+    base model of ``base`` bytes needs. Raises NoVllm."""
     replicas, given = config.inference.replicas, config.inference.launch_gpus
     names = [name.strip() for name in given.split(",")] if given is not None else []
     if trainers := [name for name in names if name not in others]:

