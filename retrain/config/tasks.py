@@ -332,8 +332,8 @@ class RewardSection(GraderKeys, role=Role.LEARNS):
 
     @property
     def grading(self) -> str:
-        """All settings that affect grades, as text. Keys that are newer than existing files are left out at their
-        defaults, because names of files contain its hash."""
+        """All settings that affect grades, as text. File names contain its hash, so keys that were added later are
+        left out at their defaults."""
         excluded = {key for key, role in self.roles().items() if role == Role.RECORDS}
         later = ("tests_credit", "tests_memory_mb")
         excluded |= {key for key in later if getattr(self, key) == type(self).model_fields[key].default}

@@ -193,8 +193,8 @@ class ExampleRenderer:
         return examples
 
     def _note(self, longer: Mapping[str, int], count: int) -> str:
-        """Return the note about rows that are left out. Raises DataError if ``[data] long_prompts`` does not allow
-        it."""
+        """Return a note that counts the over-long rows left out. Raises DataError, which names the first of them,
+        unless ``[data] long_prompts`` is "skip"."""
         first, length = next(iter(longer.items()))
         if self.config.data.long_prompts != "skip":
             others = f"; {len(longer) - 1} more are too long" if len(longer) > 1 else ""

@@ -192,7 +192,7 @@ class LocalPolicy(Policy):
             self.critic.load(directory)
 
     def start_from(self, weights: LoraWeights) -> None:
-        """Begin with a copy of ``weights``, which also become the reference policy."""
+        """Set the adapter to a copy of ``weights``, and use ``weights`` as the reference policy."""
         with torch.no_grad():
             self.adapter.flat.copy_(weights.flat)
         self.reference = weights

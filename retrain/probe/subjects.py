@@ -12,13 +12,14 @@ from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.plan import Plan
 from retrain.config import Config
 from retrain.config.runs import RunSpec, run_directory
+from retrain.environments.arguments import did_you_mean
 from retrain.errors import ModelError, UsageError
 from retrain.models.directory import bundled_name, model_fault
 from retrain.models.layers import architecture_of
 from retrain.policy.adapter_io import AdapterFile
 from retrain.probe.conditions import temporary
 from retrain.records.reader import read_object, recorded_checkpoints
-from retrain.records.schema.layout import CONFIG, FINAL, PLAN
+from retrain.records.schema.layout import CONFIG, FINAL, MANIFEST, PLAN
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,10 @@ def subjects_of(targets: Sequence[str], base: str | None, template: RunSpec) -> 
 
 def _model_subject(target: str, path: Path, template: RunSpec, names: Collection[str]) -> Subject:
     config = template.config
+    beside = [each.parent.name for each in path.parent.glob(f"*/{MANIFEST}")] if "/" in target else []
+    if beside and not path.exists():  # no hub name, but a campaign's directory, mistyped
+        near = did_you_mean(path.name, beside)
+        raise UsageError(f"{target} cannot be evaluated: there is no such directory{near}")
     if fault := model_fault(target, trust_remote_code=config.model.trust_remote_code):
         raise UsageError(f"{target} cannot be evaluated: {fault}")
     revision = config.model.revision if target == config.model.model else None

@@ -79,10 +79,10 @@ class ProgramJudge:
 
     def _by_calls(self, program: str, tests: Tests) -> Verdict:
         self._begin("answer_calls", program)
-        heard = self.program.listen()
-        if isinstance(heard, SandboxOutcome):
-            return self._ended(heard, [])
-        facts = _object(heard)
+        reply = self.program.next_line()
+        if isinstance(reply, SandboxOutcome):
+            return self._ended(reply, [])
+        facts = _object(reply)
         names, entry_point = facts.get("names"), tests.suite.get("entry_point")
         if not isinstance(names, dict):
             output = self.program.stop().output
@@ -102,39 +102,39 @@ class ProgramJudge:
         """Run the tests and pass on their calls. Return the program's outcome, if it has ended, and the verdict."""
         outcome = None
         self.tests.begin(f"from retrain.sandbox.inside_tests import judge\njudge({dict(tests.suite)!r}, {names!r})")
-        while isinstance(heard := self.tests.listen(), str):
-            kind, _, content = heard.partition(" ")
+        while isinstance(reply := self.tests.next_line(), str):
+            kind, _, content = reply.partition(" ")
             if kind == "verdict":
                 self.tests.stop()
                 return outcome, json.loads(content)
             if outcome is None:
-                self.program.tell(content)
-                answer = self.program.listen()
+                self.program.send_line(content)
+                answer = self.program.next_line()
                 outcome = answer if isinstance(answer, SandboxOutcome) else None
             else:
                 answer = outcome
-            self.tests.tell(json.dumps({"ended": self._reason(answer)}) if not isinstance(answer, str) else answer)
-        fault = "timeout" if heard.ended == "time" else "crash"
-        failures = [f"the tests did not finish: {self._reason(heard)}"]
+            self.tests.send_line(json.dumps({"ended": self._reason(answer)}) if not isinstance(answer, str) else answer)
+        fault = "timeout" if reply.ended == "time" else "crash"
+        failures = [f"the tests did not finish: {self._reason(reply)}"]
         return outcome, {"share": 0.0, "failures": failures, "of_program": False, "fault": fault}
 
     def _by_outputs(self, program: str, tests: Tests) -> Verdict:
         passed, failures, fault, shown = 0, list[str](), "", ""
         for text, expected in zip(tests.inputs, tests.outputs, strict=True):
             self._begin("run_script", program, text)
-            said = ""
-            while isinstance(heard := self.program.listen(), str):
-                said = heard
-            shown = shown or heard.output
-            if heard.ended == "exit" and heard.status == 0:
-                is_right = _lines(heard.output) == _lines(expected)
+            last_line = ""
+            while isinstance(reply := self.program.next_line(), str):
+                last_line = reply
+            shown = shown or reply.output
+            if reply.ended == "exit" and reply.status == 0:
+                is_right = _lines(reply.output) == _lines(expected)
                 passed += is_right
                 if not is_right:
-                    pair = repr(heard.output[:SHOWN_TEXT]), repr(expected[:SHOWN_TEXT])
+                    pair = repr(reply.output[:SHOWN_TEXT]), repr(expected[:SHOWN_TEXT])
                     failures.append(f"input {text[:SHOWN_TEXT]!r}: printed {pair[0]}, not {pair[1]}")
                 continue
-            ended = self._ended(heard, failures)
-            fault, shown = "syntax_error" if said else ended.fault, heard.output
+            ended = self._ended(reply, failures)
+            fault, shown = "syntax_error" if last_line else ended.fault, reply.output
             if fault != "crash":  # other inputs would end in the same way, after as long a time
                 break
         return Verdict(passed / len(tests.inputs), failures[: inside_tests.SHOWN_FAILURES], fault, shown)

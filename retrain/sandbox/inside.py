@@ -8,9 +8,9 @@ because it is process 1 of its namespace. When its stdin closes, this process ex
 With ``keep_state`` one fork runs all calls, and its processes are stopped between calls; without it they are killed
 when the call ends.
 
-With ``modules`` the code may exchange lines with the caller of the sandbox. It reads them from descriptor ``HEARD`` and
-writes them to ``SAID``, which are new pipes for each call. This process passes on one line of the code for each line
-that it is sent, so that code which floods the pipe only blocks itself.
+With ``modules`` the code may exchange lines with the caller of the sandbox: it reads from the descriptor ``REQUESTS``
+and writes to ``ANSWERS``, which are new pipes for each call. This process relays one line of the code for each line of
+the caller, so that code which floods the pipe only blocks itself.
 """
 
 import ast
@@ -39,7 +39,7 @@ FRAMES = 8  # innermost frames of a traceback that are printed
 FILE_BYTES = 1024  # approximate kernel memory of a file besides its content
 FILES = 256  # limit of open files per process
 WRITABLE = ("/tmp", "/dev/shm")
-HEARD, SAID = 100, 101  # descriptors of the code's lines, above those that code opens by itself
+REQUESTS, ANSWERS = 100, 101  # descriptors of the code's lines, above those that code opens by itself
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
@@ -146,29 +146,30 @@ class Interpreter:
         self.output, theirs = os.pipe()
         orders, self.orders = os.pipe()
         self.done, done = os.pipe()
-        heard, self.tell = os.pipe()
-        self.said, said = os.pipe()
+        read_end, self.requests = os.pipe()
+        self.answers, write_end = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            for descriptor in (calls.fileno(), replies, self.output, self.orders, self.done, self.tell, self.said):
+            mine = (calls.fileno(), replies, self.output, self.orders, self.done, self.requests, self.answers)
+            for descriptor in mine:
                 os.close(descriptor)
             for descriptor in (1, 2):
                 os.dup2(theirs, descriptor)
             if setup["modules"]:
-                os.dup2(heard, HEARD)
-                os.dup2(said, SAID)
-            for descriptor in (theirs, heard, said):
+                os.dup2(read_end, REQUESTS)
+                os.dup2(write_end, ANSWERS)
+            for descriptor in (theirs, read_end, write_end):
                 os.close(descriptor)
             prctl(PR_SET_DUMPABLE, 1)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             serve(orders, done, setup["keep_state"])
-        for descriptor in (theirs, orders, done, heard, said):
+        for descriptor in (theirs, orders, done, read_end, write_end):
             os.close(descriptor)
         # Readable for poll() once the process has ended.
         self.process = os.pidfd_open(self.pid)
-        for descriptor in (self.output, self.tell, self.said):
+        for descriptor in (self.output, self.requests, self.answers):
             os.set_blocking(descriptor, False)
-        self.line, self.untold, self.may_speak = b"", b"", True  # Bytes from the code, bytes for it, whose turn it is
+        self.line, self.unsent, self.may_answer = b"", b"", True  # Bytes from the code, bytes for it, whose turn it is
 
     def order(self, code: str) -> None:
         """Run ``code`` in the fork; processes that were stopped after an earlier call continue."""
@@ -193,7 +194,7 @@ class Interpreter:
         if setup["keep_state"]:  # otherwise code could claim to be done, and live on to see the next call
             poll.register(self.done, select.POLLIN)
         if setup["modules"]:
-            poll.register(self.said, select.POLLIN)
+            poll.register(self.answers, select.POLLIN)
         look = time.monotonic() + LOOK_MS / 1000
         while not ended:
             ready = dict(poll.poll(LOOK_MS))
@@ -216,7 +217,7 @@ class Interpreter:
                 os.kill(-1, signal.SIGSTOP)  # nothing but this process runs between calls
         while text.length <= FLOOD and text.read(self.output):
             pass
-        self.speak(poll)  # the line that the code wrote just before it ended
+        self.relay_answer(poll)  # the line that the code wrote just before it ended
         if not self.alive:
             self.close()
         return {"ended": ended, "status": status, "clean": True, **text.as_json()}
@@ -231,55 +232,55 @@ class Interpreter:
 
     def pass_on(self, ready: dict[int, int], poll: select.poll) -> bool:
         """Pass on lines between the code and the caller. Return whether the caller stops the code."""
-        is_stopped = self.calls.fileno() in ready and self.hear(poll)
-        if self.said in ready:
-            self.speak(poll)
-        if self.tell in ready:
-            self.deliver(poll)
+        is_stopped = self.calls.fileno() in ready and self.receive_frame(poll)
+        if self.answers in ready:
+            self.relay_answer(poll)
+        if self.requests in ready:
+            self.send_unsent(poll)
         return is_stopped
 
-    def hear(self, poll: select.poll) -> bool:
+    def receive_frame(self, poll: select.poll) -> bool:
         """Read a frame of the caller: a line for the code, or the request to stop it. Return whether to stop."""
         frame = receive(self.calls)
         if frame is None:
             os._exit(0)
-        if "tell" in frame:
-            self.untold += frame["tell"].encode() + b"\n"
-            self.deliver(poll)
-            self.may_speak = True
-            poll.register(self.said, select.POLLIN)
-            self.speak(poll)  # a line may have been read before
+        if "line" in frame:
+            self.unsent += frame["line"].encode() + b"\n"
+            self.send_unsent(poll)
+            self.may_answer = True
+            poll.register(self.answers, select.POLLIN)
+            self.relay_answer(poll)  # a line may have been read before
         return "stop" in frame
 
-    def deliver(self, poll: select.poll) -> None:
+    def send_unsent(self, poll: select.poll) -> None:
         """Write bytes for the code without blocking. Poll for room in the pipe if some are left."""
-        poll.register(self.tell, select.POLLOUT)
+        poll.register(self.requests, select.POLLOUT)
         try:
-            self.untold = self.untold[os.write(self.tell, self.untold) :]
+            self.unsent = self.unsent[os.write(self.requests, self.unsent) :]
         except BlockingIOError:
             return
         except BrokenPipeError:  # the code closed the pipe
-            self.untold = b""
-        if not self.untold:
-            poll.unregister(self.tell)
+            self.unsent = b""
+        if not self.unsent:
+            poll.unregister(self.requests)
 
-    def speak(self, poll: select.poll) -> None:
+    def relay_answer(self, poll: select.poll) -> None:
         """Read the code's bytes without blocking. If it is its turn and a line is complete, pass the line on."""
         data = b"-"
         with contextlib.suppress(BlockingIOError):
             while data and len(self.line) <= FLOOD and b"\n" not in self.line:
-                data = os.read(self.said, 1 << 16)
+                data = os.read(self.answers, 1 << 16)
                 self.line += data
-        if self.may_speak and b"\n" in self.line:
+        if self.may_answer and b"\n" in self.line:
             line, _, self.line = self.line.partition(b"\n")
-            self.may_speak = False
-            send(self.replies, {"said": line.decode("utf-8", "replace")})
-        if not data or not self.may_speak:
-            poll.register(self.said, 0)  # known to poll(), so that unregister() does not raise
-            poll.unregister(self.said)
+            self.may_answer = False
+            send(self.replies, {"line": line.decode("utf-8", "replace")})
+        if not data or not self.may_answer:
+            poll.register(self.answers, 0)  # known to poll(), so that unregister() does not raise
+            poll.unregister(self.answers)
 
     def close(self) -> None:
-        for descriptor in (self.output, self.done, self.orders, self.process, self.tell, self.said):
+        for descriptor in (self.output, self.done, self.orders, self.process, self.requests, self.answers):
             os.close(descriptor)
 
     def read_done(self, poll: select.poll) -> tuple[str, int]:

@@ -13,7 +13,7 @@ import traceback
 import types
 from collections.abc import Iterator
 
-from retrain.sandbox.literals import HEARD, NotLiteral, decode, encode, send_line
+from retrain.sandbox.literals import REQUESTS, NotLiteral, decode, encode, send_line
 
 FRAMES = 8
 # Imported before the fork of each program, which then need not read them
@@ -25,7 +25,7 @@ def say(answer: dict[str, object]) -> None:
 
 
 def requests() -> Iterator[dict[str, object]]:
-    with os.fdopen(HEARD, "rb", closefd=False) as lines:
+    with os.fdopen(REQUESTS, "rb", closefd=False) as lines:
         for line in lines:
             yield json.loads(line)
 
@@ -55,12 +55,12 @@ def answer_calls(program: str, seconds: int) -> None:
         return
     say({"names": {str(name): callable(value) for name, value in module.__dict__.items()}})
     for request in requests():
-        answer = answered(module.__dict__, request)
+        answer = answer_to(module.__dict__, request)
         sys.stdout.flush()
         say(answer)
 
 
-def answered(names: dict[str, object], request: dict[str, object]) -> dict[str, object]:
+def answer_to(names: dict[str, object], request: dict[str, object]) -> dict[str, object]:
     """Return the value of a name; if the request has arguments, call it and return its result with the arguments that
     it may have changed, or the exception."""
     try:

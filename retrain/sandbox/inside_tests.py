@@ -16,7 +16,7 @@ import random
 import sys
 from typing import Any
 
-from retrain.sandbox.literals import HEARD, NotLiteral, decode, encode, send_line
+from retrain.sandbox.literals import REQUESTS, NotLiteral, decode, encode, send_line
 
 SHOWN_FAILURES = 5
 SHOWN = 300  # characters of a test, a value or an error in a failure
@@ -34,7 +34,7 @@ class Program:
     """The program in the other sandbox. ``last`` describes the latest call. ``faults``: ProgramErrors of all calls."""
 
     def __init__(self) -> None:
-        self.lines, self.last, self.ended = os.fdopen(HEARD, "rb", closefd=False), "", ""
+        self.lines, self.last, self.ended = os.fdopen(REQUESTS, "rb", closefd=False), "", ""
         self.faults = list[ProgramError]()
 
     def ask(self, request: dict[str, object]) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-HEARD, SAID = 100, 101  # descriptors of lines, as in ``inside``
+REQUESTS, ANSWERS = 100, 101  # descriptors of lines, as in ``inside``
 DEEPEST = 200  # nested containers
 PLAIN_INT = 10**15  # larger integers are written in hexadecimal, which takes linear time to read
 
@@ -22,7 +22,7 @@ class NotLiteral(Exception):
 def send_line(text: str) -> None:
     data = memoryview(f"{text}\n".encode())
     while data:
-        data = data[os.write(SAID, data) :]
+        data = data[os.write(ANSWERS, data) :]
 
 
 def encode(value: object, depth: int = 0) -> object:

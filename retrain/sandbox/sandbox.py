@@ -177,8 +177,8 @@ class Sandbox:
     the thread that started it ends.
 
     ``modules``: source texts of modules by name, which are imported before the first call. With them, code and caller
-    exchange lines in turns (``inside.py``): after ``begin``, ``listen`` returns the code's first line, or the outcome;
-    ``tell`` answers a line, and ``stop`` ends the code.
+    exchange lines in turns (``inside.py``): after ``begin``, ``next_line`` returns the code's first line, or the
+    outcome; ``send_line`` answers a line, and ``stop`` ends the code.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Sandbox:
         self._deadline = time.monotonic() + self.limits.timeout_s + GRACE_SECONDS
         self._send({"code": code})
 
-    def listen(self) -> str | SandboxOutcome:
+    def next_line(self) -> str | SandboxOutcome:
         """Return the next line of the code, or the outcome if it has ended."""
         try:
             reply = self._receive(self._deadline - time.monotonic())
@@ -221,8 +221,8 @@ class Sandbox:
         if not isinstance(reply, dict):
             self.close()
             return SandboxOutcome("", "lost", 0, self._fresh)
-        if "said" in reply:
-            return reply["said"]
+        if "line" in reply:
+            return reply["line"]
         ended = reply["ended"]
         by_itself = ended in ("exit", "done", "stopped")
         if not reply["clean"] or not by_itself or (self.keep_state and ended == "exit"):
@@ -230,9 +230,9 @@ class Sandbox:
         note = f"\n[{reply['left_out']} characters left out]\n" if reply["left_out"] else ""
         return SandboxOutcome(reply["head"] + note + reply["tail"], ended, reply["status"], self._fresh)
 
-    def tell(self, line: str) -> None:
-        """Answer the line that ``listen`` has returned."""
-        self._send({"tell": line})
+    def send_line(self, line: str) -> None:
+        """Answer the line that ``next_line`` has returned."""
+        self._send({"line": line})
 
     def stop(self) -> SandboxOutcome:
         """Kill the code's processes and return the outcome."""
@@ -240,9 +240,9 @@ class Sandbox:
         return self._outcome()
 
     def _outcome(self) -> SandboxOutcome:
-        while isinstance(heard := self.listen(), str):
+        while isinstance(reply := self.next_line(), str):
             pass
-        return heard
+        return reply
 
     def close(self) -> None:
         if self._finalizer is not None:

@@ -317,7 +317,7 @@ class WarmUpSession:
 
 
 def load_warm_up(plan: WarmUpPlan, directory: Path, base: BaseModel, lanes: Lanes) -> WarmUp:
-    """Return a finished warm-up. Raises CheckpointError if its adapter is not the one that its facts name."""
+    """Return a finished warm-up. Raises CheckpointError if the fingerprint in ``warmup.json`` is not its adapter's."""
     adapter, facts = plan.new_adapter(lanes), read_json(directory / WARMUP_FACTS)
     config = partial(plan.peft_config, adapter, base)
     unchanged = LocalSnapshot(adapter.frozen(), config)

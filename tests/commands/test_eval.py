@@ -194,6 +194,10 @@ def test_an_inference_server_samples_for_runs_and_models(home, tmp_path):
 
 REFUSED = [
     (["nothing/here/x", "--file", "{home}/toy.toml"], "nothing/here/x cannot be evaluated: there is no such directory"),
+    (
+        ["{home}/ou", "--file", "{home}/toy.toml"],
+        "ou cannot be evaluated: there is no such directory (did you mean 'out'?)",
+    ),
     (["{home}/toy.toml", "--file", "{home}/toy.toml"], "toy.toml cannot be evaluated: it is a file"),
     (["{home}/out"], "is a campaign: give one of its runs"),
     (["tiny-reasoner"], "name the held-out problems with --file FILE"),

@@ -172,8 +172,8 @@ def _trainer_gpus(config: Config, machine: Machine) -> list[str]:
 def _division(
     specs: Sequence[RunSpec], machine: Machine, architecture: Architecture, trainers: Sequence[str], planned: int
 ) -> tuple[Division, int, str]:
-    """Return the division of a GPU that trains, its lanes, and an addition to the note. There are ``planned`` lanes,
-    or with ``lanes = "auto"`` as many of them as fit. Raises NoVllm."""
+    """Return how a trainer's GPU is shared with vLLM, the number of lanes, and text to append to the note. The lanes
+    are ``planned``; with ``lanes = "auto"`` fewer if these do not fit. Raises NoVllm if nothing fits."""
     config, slots = specs[0].config, len(trainers)
     total, host = min(machine.gpus[name] for name in trainers), machine.host // slots
     lanes, reason = planned, ""

@@ -223,7 +223,7 @@ def _tolerant(hook: Hook) -> Hook:
 
 
 def _without_frames(message: str) -> str:
-    """Return a message that may quote the traceback of a tool server, of which only the last line says something."""
+    """Shorten an error message that quotes a tool server's traceback to the last line of the traceback."""
     before, traceback, frames = message.partition("Traceback (most recent call last):")
     return f"{before}{frames.strip().splitlines()[-1]}" if traceback and frames.strip() else message
 
