@@ -67,6 +67,7 @@ def recorded_plan(targets: Sequence[str], sets: Sequence[str]) -> Plan:
             plan, inside = read_plan(home, sets), {folder.resolve() for folder in folders}
             specs = sorted(plan.specs, key=lambda spec: run_directory(home, spec).resolve() not in inside)
             return replace(plan, specs=specs)
+    _refuse_mistyped(targets[0])
     raise UsageError(f"{targets[0]} is no run with settings of its own: name the held-out problems with --file FILE")
 
 
@@ -84,12 +85,17 @@ def subjects_of(targets: Sequence[str], base: str | None, template: RunSpec) -> 
     return subjects
 
 
+def _refuse_mistyped(target: str) -> None:
+    """Raise UsageError for a path that does not exist beside directories of campaigns: it is no hub name."""
+    path = Path(target).expanduser()
+    beside = [each.parent.name for each in path.parent.glob(f"*/{MANIFEST}")] if "/" in target else []
+    if beside and not path.exists():
+        raise UsageError(f"{target} cannot be evaluated: there is no such directory{did_you_mean(path.name, beside)}")
+
+
 def _model_subject(target: str, path: Path, template: RunSpec, names: Collection[str]) -> Subject:
     config = template.config
-    beside = [each.parent.name for each in path.parent.glob(f"*/{MANIFEST}")] if "/" in target else []
-    if beside and not path.exists():  # no hub name, but a campaign's directory, mistyped
-        near = did_you_mean(path.name, beside)
-        raise UsageError(f"{target} cannot be evaluated: there is no such directory{near}")
+    _refuse_mistyped(target)
     if fault := model_fault(target, trust_remote_code=config.model.trust_remote_code):
         raise UsageError(f"{target} cannot be evaluated: {fault}")
     revision = config.model.revision if target == config.model.model else None

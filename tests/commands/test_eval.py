@@ -198,6 +198,7 @@ REFUSED = [
         ["{home}/ou", "--file", "{home}/toy.toml"],
         "ou cannot be evaluated: there is no such directory (did you mean 'out'?)",
     ),
+    (["{home}/ou"], "ou cannot be evaluated: there is no such directory (did you mean 'out'?)"),
     (["{home}/toy.toml", "--file", "{home}/toy.toml"], "toy.toml cannot be evaluated: it is a file"),
     (["{home}/out"], "is a campaign: give one of its runs"),
     (["tiny-reasoner"], "name the held-out problems with --file FILE"),
