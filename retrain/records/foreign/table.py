@@ -1,0 +1,145 @@
+"""Results of other tools as one table: a row for each number of a run and for each graded answer.
+
+Every module of ``FORMATS`` has a ``FORMAT``, which recognises the tool's files and yields their rows. ``collect``
+(retrain.records.foreign.collect) finds the files of every run and gathers the rows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from retrain.records.schema.base import Values
+
+HELDOUT_SET = "heldout"  # Name of the held-out set where the tool names none
+CORRECT = "correct"  # Metric of answers that are graded as right or wrong, where the tool has no name for it
+
+RunState = Literal["done", "failed", "unfinished", "unknown"]
+# "ends": the first and the last step of every run and set; "last3": also the two steps before the last; "all"
+Steps = Literal["ends", "last3", "all"]
+
+# Modules of this package by the name of their format, in the order in which files are tried
+FORMATS = {
+    "trl": "trl",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "lm-eval": "lm_eval",
+    "inspect": "inspect_log",
+    "verifiers": "verifiers",
+    "nemo-gym": "nemo_gym",
+    "nemo-rl": "nemo_rl",
+    "skyrl": "skyrl",
+    "verl": "verl",
+    "wandb": "wandb_panel",
+    "table": "tabular",
+}
+
+
+class ResultRow(NamedTuple):
+    """One number of a run, or the grade of one answer to a problem."""
+
+    # Name of the metric in the tool's files
+    metric: str
+    # None: the answer could not be graded, or the number is NaN
+    value: float | None
+    # Updates done; None if the file does not say
+    step: int | None = None
+    # Held-out set, task or data source
+    set: str = HELDOUT_SET
+    # Key of the problem, by which runs are paired; None for a number of the whole run
+    problem: str | None = None
+    # Index of the answer among those to the same problem
+    sample: int = 0
+    # Condition, run and seed, as far as the file names them; None where the path or the configuration does
+    condition: str | None = None
+    run: str | None = None
+    seed: int | None = None
+    state: RunState = "unknown"
+    # Unix time at which the number was written; None if the file does not say
+    time: float | None = None
+    # Line (1-based) of the file, or its number of the record, for messages
+    line: int = 0
+
+
+class MetricFacts(NamedTuple):
+    """What a file or its tool says about a metric; None where it does not say."""
+
+    higher_is_better: bool | None = None
+    # "share": values lie in [0, 1]
+    unit: Literal["share", "number"] | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What of a file is needed. Readers may yield more; what they leave out saves time."""
+
+    # Name of the metric; None: all metrics
+    metric: str | None = None
+    steps: Steps = "all"
+    # Columns of a table that hold the fields of ``ResultRow``, by field (format "table" alone)
+    columns: Mapping[str, str] = field(default_factory=dict)
+    # Values that columns of a table must have in the rows that are read
+    where: Mapping[str, object] = field(default_factory=dict)
+
+
+def everything(files: Sequence[Path]) -> Sequence[Path]:
+    return files
+
+
+def no_facts(path: Path) -> Mapping[str, MetricFacts]:
+    return {}
+
+
+def no_config(path: Path) -> Values:
+    return {}
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format of results. ``rows`` raises UsageError, with file and line, for content that is not in the format."""
+
+    # Tool, as its users write it, for messages
+    tool: str
+    # Patterns (pathlib) of its files below a run's directory
+    patterns: Sequence[str]
+    # Return whether a file is in this format, by its name and its first bytes
+    recognises: Callable[[Path], bool]
+    rows: Callable[[Path, Request], Iterator[ResultRow]]
+    # Choose among the files of one run those to read (a tool may write one state several times)
+    choose: Callable[[Sequence[Path]], Sequence[Path]] = everything
+    # Facts about metrics, by name; a name that ends in * holds for all that begin alike
+    facts: Callable[[Path], Mapping[str, MetricFacts]] = no_facts
+    # Settings of the run that belong to a file: ``seed``, ``state`` and the tool's configuration
+    config: Callable[[Path], Values] = no_config
+    # Of several values of one metric and step, the latest by ``time`` counts (a resumed run wrote the step again)
+    latest_counts: bool = False
+
+
+def format_of(name: str) -> Format:
+    """Return the format with this name. Raises KeyError for an unknown one."""
+    return import_module(f"retrain.records.foreign.{FORMATS[name]}").FORMAT
+
+
+@dataclass
+class RunTable:
+    """All results of one run, gathered from its rows. Steps are the numbers of updates done."""
+
+    condition: str
+    # None: no seed is known
+    seed: int | None
+    # Name for messages, by default condition and seed
+    name: str
+    state: RunState = "unknown"
+    # Numbers of the whole run: (set, metric) → step → value; None where it is NaN
+    numbers: dict[tuple[str, str], dict[int, float | None]] = field(default_factory=dict)
+    # Graded answers: (set, metric) → step → problem → grades by sample; None where an answer was not graded
+    answers: dict[tuple[str, str], dict[int, dict[str, list[float | None]]]] = field(default_factory=dict)
+    # Facts about metrics that the files or the tool state
+    facts: dict[str, MetricFacts] = field(default_factory=dict)
+    # Unix time of the earliest result, by the times in the files, else of the files; and where the time was found
+    started: float | None = None
+    has_times: bool = False
+    # Settings that the tool recorded
+    config: Values = field(default_factory=dict)
+    files: list[Path] = field(default_factory=list)
