@@ -112,12 +112,14 @@ class _Run:
         return table
 
 
-def collect(results: Sequence[Results], compare: Compare, base: Path, *, allow_missing: bool = False) -> list[RunTable]:
+def collect(
+    results: Sequence[Results], compare: Compare, base: Path, *, allow_missing: bool = False, every_step: bool = False
+) -> list[RunTable]:
     """Return a table for each run, sorted by condition and seed, with the values of the deciding metric.
 
     ``base``: directory to which the paths of ``results`` are relative. All tables have one set and one metric. Answers
-    are kept at the steps that the metric needs. Raises UsageError for paths that match nothing (not with
-    ``allow_missing``), unknown formats, contradictions, and a metric that is missing or ambiguous.
+    are kept at the steps that the metric needs, or at ``every_step``. Raises UsageError for paths that match nothing
+    (not with ``allow_missing``), unknown formats, contradictions, and a metric that is missing or ambiguous.
     """
     sources: list[RunFiles] = []
     for entry in results:
@@ -126,7 +128,7 @@ def collect(results: Sequence[Results], compare: Compare, base: Path, *, allow_m
         except NothingFound:
             if not allow_missing:
                 raise
-    collector = _Collector(compare, sources)
+    collector = _Collector(compare, sources, "all" if every_step else STEPS[compare.measure[0]])
     for files in sources:
         collector.read(files)
     if sources:
@@ -136,10 +138,9 @@ def collect(results: Sequence[Results], compare: Compare, base: Path, *, allow_m
 
 
 class _Collector:
-    def __init__(self, compare: Compare, sources: Sequence[RunFiles]):
-        self.compare, self.sources = compare, sources
-        summary, self.metric = compare.measure
-        self.steps: Steps = STEPS[summary]
+    def __init__(self, compare: Compare, sources: Sequence[RunFiles], steps: Steps):
+        self.sources, self.steps = sources, steps
+        self.metric, self.end = compare.measure[1], compare.steps
         self.runs: dict[RunKey, _Run] = {}
         # Files that name no run and have no rows of the metric
         self.without_rows: list[str] = []
@@ -207,14 +208,14 @@ class _Collector:
         for file in files:
             if file.step is not None:
                 steps.setdefault(file.set, set()).add(file.step)
-        needed = {name: needed_steps(of_set, self.steps, self.compare.steps) for name, of_set in steps.items()}
+        needed = {name: needed_steps(of_set, self.steps, self.end) for name, of_set in steps.items()}
         return [file for file in files if file.step is None or file.step in needed.get(file.set, ())]
 
     def _rows(
         self, files: RunFiles, form: Format, file: ResultFile, config: Values
     ) -> Iterator[tuple[Place, ResultRow]]:
         """Yield the rows of a file with their places."""
-        steps: Steps = "all" if self.compare.steps is not None else self.steps  # the last step is unknown to the reader
+        steps: Steps = "all" if self.end is not None else self.steps  # the last step is unknown to the reader
         metric = None if self.metric and "/" in self.metric else self.metric  # a slash may divide set and metric
         request = Request(metric, steps, files.entry.columns, files.entry.where)
         names, key = None, None
@@ -259,8 +260,7 @@ class _Collector:
         condition, seed, _ = key
         run = files.run or row.run
         name = run or (condition if seed is None else f"{condition} seed {seed}")
-        end = self.compare.steps
-        known = self.runs.setdefault(key, _Run(RunTable(condition, seed, name), files.origin, self.steps, end))
+        known = self.runs.setdefault(key, _Run(RunTable(condition, seed, name), files.origin, self.steps, self.end))
         if known.origin != files.origin or known.table.name != name:
             same = known.origin == files.origin
             places = (known.table.name, f"{name} in {files.origin}") if same else (known.origin, files.origin)
