@@ -139,8 +139,8 @@ def collect(
 
 class _Collector:
     def __init__(self, compare: Compare, sources: Sequence[RunFiles], steps: Steps):
-        self.sources, self.steps = sources, steps
-        self.metric, self.end = compare.measure[1], compare.steps
+        self.compare, self.sources, self.steps = compare, sources, steps
+        self.metric = compare.measure[1]
         self.runs: dict[RunKey, _Run] = {}
         # Files that name no run and have no rows of the metric
         self.without_rows: list[str] = []
@@ -208,16 +208,16 @@ class _Collector:
         for file in files:
             if file.step is not None:
                 steps.setdefault(file.set, set()).add(file.step)
-        needed = {name: needed_steps(of_set, self.steps, self.end) for name, of_set in steps.items()}
+        needed = {name: needed_steps(of_set, self.steps, self.compare.steps) for name, of_set in steps.items()}
         return [file for file in files if file.step is None or file.step in needed.get(file.set, ())]
 
     def _rows(
         self, files: RunFiles, form: Format, file: ResultFile, config: Values
     ) -> Iterator[tuple[Place, ResultRow]]:
         """Yield the rows of a file with their places."""
-        steps: Steps = "all" if self.end is not None else self.steps  # the last step is unknown to the reader
         metric = None if self.metric and "/" in self.metric else self.metric  # a slash may divide set and metric
-        request = Request(metric, steps, files.entry.columns, files.entry.where)
+        columns, where = files.entry.columns, files.entry.where
+        request = Request(metric, self.steps, self.compare.steps, self.metric, columns, where)
         names, key = None, None
         for row in form.rows(file.path, request):
             if key is None or names != (row.condition, row.seed, row.run):
@@ -248,9 +248,11 @@ class _Collector:
             condition, of_name = condition_and_seed(next(has_seed, *names[:1]) if names else "")
             seed = of_name if seed is None else seed
         if not condition:
+            columns = form.columns(path) if form else ()
+            of_table = f' or, of {", ".join(columns)}, columns = {{ condition = "{columns[0]}" }}' if columns else ""
             raise UsageError(
-                f'{path} names no condition: put {{condition}} into the path, or write condition = "…" (for a table '
-                'columns = { condition = "…" }) under [[results]]'
+                f"{path} names no condition: put {{condition}} into the path, or write under [[results]] "
+                f'condition = "…"{of_table}'
             )
         seed = config.get("seed") if seed is None else seed
         return condition, seed, "" if seed is not None else run or ""
@@ -260,7 +262,8 @@ class _Collector:
         condition, seed, _ = key
         run = files.run or row.run
         name = run or (condition if seed is None else f"{condition} seed {seed}")
-        known = self.runs.setdefault(key, _Run(RunTable(condition, seed, name), files.origin, self.steps, self.end))
+        end = self.compare.steps
+        known = self.runs.setdefault(key, _Run(RunTable(condition, seed, name), files.origin, self.steps, end))
         if known.origin != files.origin or known.table.name != name:
             same = known.origin == files.origin
             places = (known.table.name, f"{name} in {files.origin}") if same else (known.origin, files.origin)

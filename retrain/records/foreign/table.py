@@ -76,7 +76,11 @@ class Request:
 
     # Name of the metric; None: all metrics
     metric: str | None = None
+    # Steps that are needed, of those up to ``last_step``
     steps: Steps = "all"
+    last_step: int | None = None
+    # The metric as the user names it, which may be SET/NAME: a column with this name holds the value (format "table")
+    column: str | None = None
     # Columns of a table that hold the fields of ``ResultRow``, by field (format "table" alone)
     columns: Mapping[str, str] = field(default_factory=dict)
     # Values that columns of a table must have in the rows that are read
@@ -93,6 +97,10 @@ def no_facts(path: Path) -> Mapping[str, MetricFacts]:
 
 def no_config(path: Path) -> Values:
     return {}
+
+
+def no_columns(path: Path) -> Sequence[str]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,8 @@ class Format:
     facts: Callable[[Path], Mapping[str, MetricFacts]] = no_facts
     # Settings of the run that belong to a file: ``seed``, ``state`` and the tool's configuration
     config: Callable[[Path], Values] = no_config
+    # Names of the columns, for messages
+    columns: Callable[[Path], Sequence[str]] = no_columns
     # Of several values of one metric and step, the latest by ``time`` counts (a resumed run wrote the step again)
     latest_counts: bool = False
     # The condition in the rows is the name of the model, which counts only where the path names no condition

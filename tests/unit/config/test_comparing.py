@@ -24,11 +24,11 @@ WRONG = """\
 metric = 3
 unitt = "share"
 unit = "shares"
-seeds = [1, -1]
+seeds = [-1]
 
 [[results]]
 paths = "outputs"
-columns = { condition = 3 }
+columns = { value = 3 }
 
 [extra]
 """
@@ -63,10 +63,10 @@ def test_all_mistakes_are_named_with_their_lines(write):
         "compare.toml:2  compare.metric  is 3, a number, but must be a string: remove the line for the default",
         'compare.toml:3  compare.unitt  is not a key of [compare]: did you mean unit = "share"',
         'compare.toml:4  compare.unit  is "shares", but must be one of "share", "number": did you mean unit = "share"',
-        "compare.toml:5  compare.seeds  is [1, -1], but must be a list of integers ≥ 0: remove the line for the default",
+        "compare.toml:5  compare.seeds  is [-1], but must be a list of integers ≥ 0: remove the line for the default",
         'compare.toml:7  results[1].path  is missing: path = "outputs/{condition}/seed{seed}"',
         'compare.toml:8  results[1].paths  is not a key of [[results]]: did you mean path = "outputs"',
-        "compare.toml:9  results[1].columns  has condition = 3, a number, but its values must be a string: columns = {}",
+        "compare.toml:9  results[1].columns  has value = 3, a number, but its values must be a string: columns = {}",
         "compare.toml:11  extra  is no section of a comparison file: the sections are [compare] and [[results]]",
     ]
 
