@@ -215,9 +215,9 @@ class _Collector:
         self, files: RunFiles, form: Format, file: ResultFile, config: Values
     ) -> Iterator[tuple[Place, ResultRow]]:
         """Yield the rows of a file with their places."""
-        steps: Steps = "all" if self.compare.steps is not None else self.steps  # the last step is unknown to the reader
         metric = None if self.metric and "/" in self.metric else self.metric  # a slash may divide set and metric
-        request = Request(metric, steps, files.entry.columns, files.entry.where)
+        columns, where = files.entry.columns, files.entry.where
+        request = Request(metric, self.steps, self.compare.steps, self.metric, columns, where)
         names, key = None, None
         for row in form.rows(file.path, request):
             if key is None or names != (row.condition, row.seed, row.run):
