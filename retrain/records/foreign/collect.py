@@ -247,9 +247,11 @@ class _Collector:
             condition, of_name = condition_and_seed(next(has_seed, *names[:1]) if names else "")
             seed = of_name if seed is None else seed
         if not condition:
+            columns = form.columns(path) if form else ()
+            of_table = f' or, of {", ".join(columns)}, columns = {{ condition = "{columns[0]}" }}' if columns else ""
             raise UsageError(
-                f'{path} names no condition: put {{condition}} into the path, or write condition = "…" (for a table '
-                'columns = { condition = "…" }) under [[results]]'
+                f"{path} names no condition: put {{condition}} into the path, or write under [[results]] "
+                f'condition = "…"{of_table}'
             )
         seed = config.get("seed") if seed is None else seed
         return condition, seed, "" if seed is not None else run or ""
