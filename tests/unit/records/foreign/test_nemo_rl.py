@@ -13,7 +13,7 @@ from retrain.records.foreign.nemo_rl import FORMAT
 from retrain.records.foreign.table import Request
 
 DATA = Path(__file__).parents[3] / "data/foreign/nemo_rl"
-VALIDATION = DATA / "logs/exp_001/val_data_step20.jsonl"
+VALIDATION = DATA / "exp_001/val_data_step20.jsonl"
 STANDALONE = DATA / "evaluation/evaluation_data.json"
 INFO = DATA / "checkpoints/step_20/training_info.json"
 
