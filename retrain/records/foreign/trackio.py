@@ -15,10 +15,21 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from retrain.errors import UsageError, first_line
 from retrain.files import stamp_of
-from retrain.records.foreign import NO_VERDICT, FindFile, ForeignReader, ForeignRun, condition_and_seed, is_recent
+from retrain.records.foreign import (
+    NO_VERDICT,
+    FindFile,
+    ForeignReader,
+    ForeignRun,
+    condition_and_seed,
+    is_recent,
+    numbers,
+)
+from retrain.records.foreign.table import Format, Request, ResultRow
 from retrain.records.schema.base import Row
 
+HEADER = b"SQLite format 3\0"
 LOG = "-wal"  # Appended to the database's file name: its write-ahead log
 MOST_FILES, TRIES = 64, 3
 _RUNS = "SELECT run_id, run_name, MAX(step), MAX(timestamp) FROM metrics GROUP BY run_id ORDER BY MIN(id)"
@@ -42,9 +53,8 @@ class TrackioReader(ForeignReader):
             return None
         try:
             with _opened(path) as database:
-                query = "SELECT step, metrics FROM metrics WHERE run_id = ? ORDER BY id"
-                for step, text in database.execute(query, (run_id,)):
-                    rows.setdefault(int(step), {}).update(_object(text))
+                for _, step, _, values in _logged(database, run_id):
+                    rows.setdefault(step, {}).update(values)
         except (sqlite3.Error, OSError, ValueError, TypeError):
             return None
         return [rows[step] | {"step": step} for step in sorted(rows)]
@@ -70,26 +80,33 @@ class TrackioReader(ForeignReader):
     def _of(self, path: Path) -> list[tuple[ForeignRun, str, Row]]:
         stamp = _stamp(path)
         if path not in self._runs_of or self._runs_of[path][0] != stamp:
-            with suppress(sqlite3.Error, OSError, ValueError, TypeError):  # being written, or no file of trackio
-                self._runs_of[path] = stamp, list(_read_runs(path))
+            # Suppressed: the file is being written, or trackio did not write it
+            with suppress(sqlite3.Error, OSError, ValueError, TypeError), _opened(path) as database:
+                self._runs_of[path] = stamp, list(_runs_in(database, path.parent))
         return self._runs_of.setdefault(path, (stamp, []))[1]
 
 
-def _read_runs(path: Path) -> Iterator[tuple[ForeignRun, str, Row]]:
-    with _opened(path) as database:
-        configs = {run_id: _object(text) for run_id, text in database.execute("SELECT run_id, config FROM configs")}
-        names: set[str] = set()
-        for run_id, run_name, step, written in database.execute(_RUNS):
-            name = str(run_name).replace("/", "_") or run_id
-            if name in names:
-                name = f"{name}_{run_id[:8]}"
-            names.add(name)
-            config = configs.get(run_id, {})
-            condition, seed = condition_and_seed(name)
-            seed = config["seed"] if seed is None and isinstance(config.get("seed"), int) else seed
-            condition = str(config.get("_Group") or condition)
-            at = datetime.fromisoformat(written).timestamp()
-            yield ForeignRun(path.parent, name, condition, seed, "done", int(step) + 1, 0, at), run_id, config
+def _runs_in(database: sqlite3.Connection, directory: Path) -> Iterator[tuple[ForeignRun, str, Row]]:
+    configs = {run_id: _object(text) for run_id, text in database.execute("SELECT run_id, config FROM configs")}
+    names: set[str] = set()
+    for run_id, run_name, step, written in database.execute(_RUNS).fetchall():
+        name = str(run_name).replace("/", "_") or run_id
+        if name in names:
+            name = f"{name}_{run_id[:8]}"
+        names.add(name)
+        config = configs.get(run_id, {})
+        condition, seed = condition_and_seed(name)
+        seed = config["seed"] if isinstance(config.get("seed"), int) else seed
+        condition = str(config.get("_Group") or condition)
+        at = datetime.fromisoformat(written).timestamp()
+        yield ForeignRun(directory, name, condition, seed, "done", int(step) + 1, 0, at), run_id, config
+
+
+def _logged(database: sqlite3.Connection, run_id: str) -> Iterator[tuple[int, int, float, Row]]:
+    """Yield (number of the row, step, Unix time, metrics) of each call of ``log``."""
+    query = "SELECT id, step, timestamp, metrics FROM metrics WHERE run_id = ? ORDER BY id"
+    for number, step, written, text in database.execute(query, (run_id,)):
+        yield number, int(step), datetime.fromisoformat(written).timestamp(), _object(text)
 
 
 def _databases(directory: Path, find: FindFile) -> list[Path]:
@@ -132,3 +149,25 @@ def _object(text: str | bytes) -> Row:
     found: Row = json.loads(text)
     texts = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
     return {key: texts.get(value, value) if isinstance(value, str) else value for key, value in found.items()}
+
+
+def _is_database(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return path.suffix == ".db" and file.read(len(HEADER)) == HEADER
+
+
+def _result_rows(path: Path, request: Request) -> Iterator[ResultRow]:
+    try:
+        with _opened(path.absolute()) as database:
+            for run, run_id, _ in _runs_in(database, path.parent):
+                for number, step, time, row in _logged(database, run_id):
+                    for metric, value in numbers(row.items(), request.metric, f"{path}, row {number} of metrics"):
+                        yield ResultRow(
+                            metric, value, step, condition=run.condition, run=run.name, seed=run.seed, time=time,
+                            line=number,
+                        )  # fmt: skip
+    except (sqlite3.Error, OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path} is no project of trackio ({first_line(error)}): name another file in path") from error
+
+
+FORMAT = Format(tool="trackio", patterns=("*.db",), recognises=_is_database, rows=_result_rows, latest_counts=True)
