@@ -29,6 +29,7 @@ def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
     from tensorboard.compat.proto import event_pb2
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
+    written = dict[int, float | None]()
     with open(path, "rb") as file:
         for number, content, checksum in _records(file, path, masked_crc32c):
             try:
@@ -39,6 +40,11 @@ def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
             if scalars and checksum != masked_crc32c(content):  # the checksum of a picture would take seconds
                 raise _damaged(path, number)
             for metric, value in numbers(scalars, request.metric, str(path)):
+                if request.metric and written.setdefault(event.step, value) != value:
+                    raise UsageError(
+                        f"{path}, record {number}: {metric} has a second value at step {event.step}. Trainers with "
+                        "several evaluation sets write this; give their trainer_state.json instead"
+                    )
                 yield ResultRow(metric, value, event.step, time=event.wall_time, line=number)
 
 

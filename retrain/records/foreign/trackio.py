@@ -23,12 +23,16 @@ from retrain.records.foreign import (
     ForeignReader,
     ForeignRun,
     condition_and_seed,
+    integer,
     is_recent,
     numbers,
 )
-from retrain.records.foreign.table import Format, Request, ResultRow
+from retrain.records.foreign.table import HELDOUT_SET, Format, Request, ResultRow
+from retrain.records.foreign.trl import named_metrics, rows_by_step
+from retrain.records.schema import layout
 from retrain.records.schema.base import Row
 
+EVALUATION, UPDATES = "eval/", "train/global_step"  # Names of transformers' Trainer
 HEADER = b"SQLite format 3\0"
 LOG = "-wal"  # Appended to the database's file name: its write-ahead log
 MOST_FILES, TRIES = 64, 3
@@ -48,16 +52,13 @@ class TrackioReader(ForeignReader):
     def rows(self, run: ForeignRun, find: FindFile) -> list[Row] | None:
         entries = self._entries(run.directory, find)
         path, run_id = next(((path, run_id) for each, path, run_id, _ in entries if each.name == run.name), (None, ""))
-        rows: dict[int, Row] = {}
         if path is None:
             return None
         try:
             with _opened(path) as database:
-                for _, step, _, values in _logged(database, run_id):
-                    rows.setdefault(step, {}).update(values)
+                return rows_by_step(((step, row) for _, step, _, row in _logged(database, run_id)), EVALUATION)
         except (sqlite3.Error, OSError, ValueError, TypeError):
             return None
-        return [rows[step] | {"step": step} for step in sorted(rows)]
 
     def config(self, run: ForeignRun, find: FindFile) -> Row:
         return next((config for each, _, _, config in self._entries(run.directory, find) if each.name == run.name), {})
@@ -103,10 +104,12 @@ def _runs_in(database: sqlite3.Connection, directory: Path) -> Iterator[tuple[Fo
 
 
 def _logged(database: sqlite3.Connection, run_id: str) -> Iterator[tuple[int, int, float, Row]]:
-    """Yield (number of the row, step, Unix time, metrics) of each call of ``log``."""
+    """Yield (number of the row, step, Unix time, metrics) of each call of ``log``. transformers' Trainer gives no step,
+    so that trackio counts the calls, and logs the number of updates as a metric."""
     query = "SELECT id, step, timestamp, metrics FROM metrics WHERE run_id = ? ORDER BY id"
     for number, step, written, text in database.execute(query, (run_id,)):
-        yield number, int(step), datetime.fromisoformat(written).timestamp(), _object(text)
+        row = _object(text)
+        yield number, integer(row.get(UPDATES), step), datetime.fromisoformat(written).timestamp(), row
 
 
 def _databases(directory: Path, find: FindFile) -> list[Path]:
@@ -125,7 +128,7 @@ def _stamp(path: Path) -> Hashable:
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
     log = path.with_name(path.name + LOG)
     with tempfile.TemporaryDirectory() as folder:
-        address = f"{path.as_uri()}?immutable=1"
+        address = f"{path.as_uri()}?mode=ro&immutable=1"
         if log.is_file() and not log.is_symlink() and log.stat().st_size:
             address = _copied(path, log, Path(folder) / path.name).as_uri()
         with closing(sqlite3.connect(address, uri=True)) as database:
@@ -157,15 +160,21 @@ def _is_database(path: Path) -> bool:
 
 
 def _result_rows(path: Path, request: Request) -> Iterator[ResultRow]:
+    """Yield one row per run, step, set and metric. If a step was logged repeatedly, the last call counts: a resumed run
+    continues in the same table."""
     try:
         with _opened(path.absolute()) as database:
             for run, run_id, _ in _runs_in(database, path.parent):
-                for number, step, time, row in _logged(database, run_id):
-                    for metric, value in numbers(row.items(), request.metric, f"{path}, row {number} of metrics"):
-                        yield ResultRow(
-                            metric, value, step, condition=run.condition, run=run.name, seed=run.seed, time=time,
-                            line=number,
-                        )  # fmt: skip
+                rows = dict[tuple[str, str, int], ResultRow]()
+                for number, step, time, line in _logged(database, run_id):
+                    for name, key, content in named_metrics(line, EVALUATION):
+                        held_out = HELDOUT_SET if name in (None, layout.TRAIN) else name
+                        for metric, value in numbers([(key, content)], request.metric, f"{path}, row {number}"):
+                            rows[held_out, metric, step] = ResultRow(
+                                metric, value, step, held_out, condition=run.condition, run=run.name, seed=run.seed,
+                                time=time, line=number,
+                            )  # fmt: skip
+                yield from rows.values()
     except (sqlite3.Error, OSError, ValueError, TypeError) as error:
         raise UsageError(f"{path} is no project of trackio ({first_line(error)}): name another file in path") from error
 

@@ -6,7 +6,7 @@ names in all these lines, such as ``eval_reward``. Only the key ``eval_<set>_run
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from retrain.errors import UsageError, first_line
@@ -19,7 +19,6 @@ from retrain.records.schema.base import Row, Values
 
 STATE = "trainer_state.json"
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,12})")
-SET = re.compile(r"eval_(.+)_runtime")
 REWARD = re.compile(r"eval_(reward|rewards/.+/mean)")
 PROGRESS = frozenset({"step", "epoch"})  # Keys of a line that are no metrics
 
@@ -47,7 +46,8 @@ class TrlReader(DirectoryReader):
 
     def rows(self, run: ForeignRun, find: FindFile) -> list[Row] | None:
         state = read_object(self.newest(run.directory, find))
-        return _rows(state.get("log_history")) if state else None
+        lines = steps_and_lines(state.get("log_history"))
+        return rows_by_step((step, line) for _, step, line in lines) if state else None
 
     def config(self, run: ForeignRun, find: FindFile) -> Row:
         """Return the scalars of the trainer's state, and the configurations of the model and the adapter. The pickled
@@ -78,17 +78,31 @@ def scalars(state: Values) -> Row:
     return {key: value for key, value in state.items() if not isinstance(value, list | dict)}
 
 
-def named_metrics(line: Values) -> Iterator[tuple[str | None, str, object]]:
-    """Yield (set, metric, value) for each entry of a line. Metrics of evaluations have no set in their name:
-    ``eval_<set>_loss`` becomes ``eval_loss``. The set is ``train`` for all others, and None if the line names none."""
-    name = None if "eval_runtime" in line else next((match[1] for key in line if (match := SET.fullmatch(key))), None)
+def named_metrics(line: Values, prefix: str = "eval_") -> Iterator[tuple[str | None, str, object]]:
+    """Yield (set, metric, value) for each entry of a line. Metrics of evaluations, which begin with ``prefix``, have no
+    set in their name: ``eval_<set>_loss`` becomes ``eval_loss``. The set is None if the line names none, and ``train``
+    for all other metrics."""
+    names = (match[1] for key in line if (match := re.fullmatch(f"{prefix}(.+)_runtime", key)))
+    name = None if f"{prefix}runtime" in line else next(names, None)
     for key, value in line.items():
-        if not key.startswith("eval_"):
+        if not key.startswith(prefix):
             yield layout.TRAIN, key, value
         elif name is None:
             yield None, key, value
         else:
-            yield name, "eval_" + key.removeprefix(f"eval_{name}_").removeprefix("eval_"), value
+            yield name, prefix + key.removeprefix(f"{prefix}{name}_").removeprefix(prefix), value
+
+
+def rows_by_step(lines: Iterable[tuple[int, Values]], prefix: str = "eval_") -> list[Row]:
+    """Merge the lines of each step to one row. Metrics of a named set have the set in their name:
+    ``eval_<set>_reward``."""
+    rows: dict[int, Row] = {}
+    for step, line in lines:
+        row = rows.setdefault(step, {})
+        for name, key, value in named_metrics(line, prefix):
+            is_named = name not in (None, layout.TRAIN)
+            row[f"{prefix}{name}_{key.removeprefix(prefix)}" if is_named else key] = value
+    return [rows[step] | {"step": step} for step in sorted(rows)]
 
 
 def steps_and_lines(history: object) -> Iterator[tuple[int, int, Row]]:
@@ -98,17 +112,6 @@ def steps_and_lines(history: object) -> Iterator[tuple[int, int, Row]]:
         if isinstance(line, dict):
             step = integer(line.get("step"), step)
             yield number, step, line
-
-
-def _rows(history: object) -> list[Row]:
-    """Return one row per step. Metrics of a named set have the set in their name: ``eval_<set>_reward``."""
-    rows: dict[int, Row] = {}
-    for _, step, line in steps_and_lines(history):
-        row = rows.setdefault(step, {})
-        for name, key, value in named_metrics(line):
-            is_named = name not in (None, layout.TRAIN)
-            row[f"eval_{name}_{key.removeprefix('eval_')}" if is_named else key] = value
-    return [rows[step] | {"step": step} for step in sorted(rows)]
 
 
 def _state(path: Path) -> Row:

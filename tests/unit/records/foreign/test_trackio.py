@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.pages import trackio_project
 
 from retrain.errors import UsageError
@@ -12,6 +13,16 @@ from retrain.records.foreign.table import Request, ResultRow
 from retrain.records.foreign.trackio import FORMAT, TrackioReader
 
 RUNS = [("grpo_s1", {"lr": 1e-5, "_Group": None}), ("b", {"_Group": "rloo", "seed": 7}), ("grpo_s2", {"seed": 3})]
+
+WITH_TRACKIO = pytest.mark.skipif(find_spec("trackio") is None, reason="make test-environments")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Trackio's directory, which it reads from the environment once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(path := tmp_path_factory.mktemp("trackio")))
+        yield path
 
 
 def rows(path: Path, metric: str | None = None) -> list[ResultRow]:
@@ -47,8 +58,7 @@ def test_a_project_that_is_being_written_is_read_with_its_log_and_left_unchanged
     writer.commit()
     before = {file: file.read_bytes() for file in tmp_path.iterdir() if file.suffix != ".db-shm"}
     found = [(row.value, row.time) for row in rows(path, "train/reward") if (row.run, row.step) == ("b", 2)]
-    assert found == [(1.2, 1767225600.5), (5.0, 1767225660.0)]  # of a step that was logged again, the latest counts
-    assert FORMAT.latest_counts
+    assert found == [(5.0, 1767225660.0)]  # of a step that was logged again, the last call counts
     assert {file: file.read_bytes() for file in tmp_path.iterdir() if file.suffix != ".db-shm"} == before
     writer.close()
 
@@ -60,21 +70,65 @@ def test_a_database_of_another_tool_is_refused(tmp_path):
         rows(path)
 
 
-@pytest.mark.skipif(find_spec("trackio") is None, reason="make test-environments")
+def test_the_trainer_s_number_of_updates_is_the_step_and_its_evaluation_sets_are_told_apart(tmp_path):
+    """As ``TrackioCallback.on_log`` of transformers 5.17.0 writes it (integrations/integration_utils.py, line 1082)."""
+    writer = trackio_project(path := tmp_path / "lab.db", RUNS[:1], 0)
+    lines = ('{"train/reward":0.5,"train/global_step":10}',
+             '{"eval/math_runtime":2.0,"eval/reward":0.25,"train/global_step":10}',
+             '{"eval/code_easy_runtime":2.0,"eval/reward":0.75,"train/global_step":10}')  # fmt: skip
+    for step, line in enumerate(lines):
+        row = (f"{0:032x}", "2026-01-01T00:00:00+00:00", "grpo_s1", step, line.encode())
+        writer.execute("INSERT INTO metrics VALUES (NULL, ?, ?, ?, ?, ?, NULL, NULL)", row)
+    writer.commit()
+    writer.close()
+    assert [(row.set, row.step, row.value) for row in rows(path, "eval/reward")] == [
+        ("math", 10, 0.25), ("code_easy", 10, 0.75),
+    ]  # fmt: skip
+    run = ForeignRun(tmp_path, "grpo_s1", "grpo", 1, "done", 3)
+    (shown,) = TrackioReader().rows(run, lambda directory, name: directory / name) or ()
+    assert (shown["step"], shown["eval/math_reward"], shown["eval/code_easy_reward"]) == (10, 0.25, 0.75)
+
+
+@WITH_TRACKIO
 @pytest.mark.filterwarnings("default:::(?!retrain)")
-def test_a_project_that_trackio_wrote(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+def test_a_project_that_trackio_wrote(home):
     import trackio
 
     for name, group, config in (("grpo_s1", None, {"lr": 1e-5}), ("b", "rloo", {"seed": 7})):
-        trackio.init(
-            "lab", name=name, group=group, config=config, embed=False, auto_log_gpu=False, auto_log_cpu=False
-        )  # fmt: skip
+        trackio.init("lab", name=name, group=group, config=config, embed=False, auto_log_gpu=False, auto_log_cpu=False)
         for step, loss in ((0, 0.5), (10, float("nan"))):
             trackio.log({"eval/reward": step / 100, "train/loss": loss}, step=step)
         trackio.finish()
-    found = rows(tmp_path / "lab.db")
+    found = rows(home / "lab.db")
     assert [(row.condition, row.seed, row.step, row.value) for row in found if row.metric == "eval/reward"] == [
         ("grpo", 1, 0, 0.0), ("grpo", 1, 10, 0.1), ("rloo", 7, 0, 0.0), ("rloo", 7, 10, 0.1),
     ]  # fmt: skip
     assert [row.value for row in found if row.metric == "train/loss"] == [0.5, None, 0.5, None]
+
+
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x, labels):
+        return {"loss": ((x * self.weight - labels) ** 2).mean(), "logits": x * self.weight}
+
+
+@WITH_TRACKIO
+@pytest.mark.filterwarnings("default:::(?!retrain)")
+def test_a_project_that_a_trainer_wrote_with_two_evaluation_sets(home, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    points = [{"x": torch.tensor(1.0), "labels": torch.tensor(float(label))} for label in (0, 3)]
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "out"), max_steps=20, eval_strategy="steps", eval_steps=10, logging_steps=10,
+        save_strategy="no", use_cpu=True, report_to=["trackio"], disable_tqdm=True, learning_rate=0.0, seed=7,
+        project="tuning", run_name="sft", trackio_space_id=None,
+    )  # fmt: skip
+    sets = {"easy": points[:1], "hard": points[1:]}
+    Trainer(model=Line(), args=args, train_dataset=points, eval_dataset=sets).train()  # pyright: ignore[reportArgumentType]
+    found = rows(home / "tuning.db", "eval/loss")
+    assert [(row.set, row.step, row.value, row.condition, row.seed) for row in found] == [
+        ("easy", 10, 0, "sft", 7), ("hard", 10, 9, "sft", 7), ("easy", 20, 0, "sft", 7), ("hard", 20, 9, "sft", 7),
+    ]  # fmt: skip
