@@ -23,13 +23,16 @@ HEADER, CHECKSUM = struct.Struct("<QI"), struct.Struct("<I")
 
 
 def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
+    """Yield one row per scalar. A second value of one step in the same file has no time, so that it contradicts the
+    first: a Trainer with several evaluation sets writes ``eval/reward`` of all of them, which do not replace each other.
+    """
     if not is_installed("tensorboard"):
         raise missing(f"reading {path}", "tensorboard")
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto import event_pb2
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-    written = dict[int, float | None]()
+    written = dict[tuple[str, int], float | None]()
     with open(path, "rb") as file:
         for number, content, checksum in _records(file, path, masked_crc32c):
             try:
@@ -40,12 +43,8 @@ def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
             if scalars and checksum != masked_crc32c(content):  # the checksum of a picture would take seconds
                 raise _damaged(path, number)
             for metric, value in numbers(scalars, request.metric, str(path)):
-                if request.metric and written.setdefault(event.step, value) != value:
-                    raise UsageError(
-                        f"{path}, record {number}: {metric} has a second value at step {event.step}. Trainers with "
-                        "several evaluation sets write this; give their trainer_state.json instead"
-                    )
-                yield ResultRow(metric, value, event.step, time=event.wall_time, line=number)
+                is_new = written.setdefault((metric, event.step), value) == value
+                yield ResultRow(metric, value, event.step, time=event.wall_time if is_new else None, line=number)
 
 
 def _records(file: BinaryIO, path: Path, crc: Callable[[bytes], int]) -> Iterator[tuple[int, bytes, int]]:

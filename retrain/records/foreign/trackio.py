@@ -179,4 +179,4 @@ def _result_rows(path: Path, request: Request) -> Iterator[ResultRow]:
         raise UsageError(f"{path} is no project of trackio ({first_line(error)}): name another file in path") from error
 
 
-FORMAT = Format(tool="trackio", patterns=("*.db",), recognises=_is_database, rows=_result_rows, latest_counts=True)
+FORMAT = Format(tool="trackio", patterns=("*.db",), recognises=_is_database, rows=_result_rows)

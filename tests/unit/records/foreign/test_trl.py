@@ -76,6 +76,13 @@ def test_a_run_is_done_when_it_has_all_its_steps(tmp_path, max_steps, state):
     assert (row.state, row.set, row.value) == (state, "heldout", None)
 
 
+def test_a_metric_called_runtime_names_no_set_and_a_line_without_a_step_belongs_to_the_step_before(tmp_path):
+    history = [{"eval_gpu_runtime": 1.0, "eval_reward": 0.5, "eval_runtime": 2.0, "step": 10}, {"train_runtime": 3.0}]
+    path = write_state(tmp_path, 10, [dict(line) for line in history])
+    found = values(path)
+    assert (found["heldout", "eval_reward", 10], found["train", "train_runtime", 10]) == (0.5, 3.0)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
