@@ -24,7 +24,7 @@ HEADER, CHECKSUM = struct.Struct("<QI"), struct.Struct("<I")
 
 def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
     """Yield one row per scalar. A second value of one step in the same file has no time, so that it contradicts the
-    first: a Trainer with several evaluation sets writes ``eval/reward`` of all of them, which do not replace each other.
+    first: a Trainer with several evaluation sets writes ``eval/reward`` of each, and the last must not replace them.
     """
     if not is_installed("tensorboard"):
         raise missing(f"reading {path}", "tensorboard")
