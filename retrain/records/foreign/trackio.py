@@ -15,10 +15,25 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from retrain.errors import UsageError, first_line
 from retrain.files import stamp_of
-from retrain.records.foreign import NO_VERDICT, FindFile, ForeignReader, ForeignRun, condition_and_seed, is_recent
+from retrain.records.foreign import (
+    NO_VERDICT,
+    FindFile,
+    ForeignReader,
+    ForeignRun,
+    condition_and_seed,
+    integer,
+    is_recent,
+    numbers,
+)
+from retrain.records.foreign.table import HELDOUT_SET, Format, Request, ResultRow
+from retrain.records.foreign.trl import named_metrics, rows_by_step
+from retrain.records.schema import layout
 from retrain.records.schema.base import Row
 
+EVALUATION, UPDATES = "eval/", "train/global_step"  # Names of transformers' Trainer
+HEADER = b"SQLite format 3\0"
 LOG = "-wal"  # Appended to the database's file name: its write-ahead log
 MOST_FILES, TRIES = 64, 3
 _RUNS = "SELECT run_id, run_name, MAX(step), MAX(timestamp) FROM metrics GROUP BY run_id ORDER BY MIN(id)"
@@ -37,17 +52,13 @@ class TrackioReader(ForeignReader):
     def rows(self, run: ForeignRun, find: FindFile) -> list[Row] | None:
         entries = self._entries(run.directory, find)
         path, run_id = next(((path, run_id) for each, path, run_id, _ in entries if each.name == run.name), (None, ""))
-        rows: dict[int, Row] = {}
         if path is None:
             return None
         try:
             with _opened(path) as database:
-                query = "SELECT step, metrics FROM metrics WHERE run_id = ? ORDER BY id"
-                for step, text in database.execute(query, (run_id,)):
-                    rows.setdefault(int(step), {}).update(_object(text))
+                return rows_by_step(((step, row) for _, step, _, row in _logged(database, run_id)), EVALUATION)
         except (sqlite3.Error, OSError, ValueError, TypeError):
             return None
-        return [rows[step] | {"step": step} for step in sorted(rows)]
 
     def config(self, run: ForeignRun, find: FindFile) -> Row:
         return next((config for each, _, _, config in self._entries(run.directory, find) if each.name == run.name), {})
@@ -70,26 +81,35 @@ class TrackioReader(ForeignReader):
     def _of(self, path: Path) -> list[tuple[ForeignRun, str, Row]]:
         stamp = _stamp(path)
         if path not in self._runs_of or self._runs_of[path][0] != stamp:
-            with suppress(sqlite3.Error, OSError, ValueError, TypeError):  # being written, or no file of trackio
-                self._runs_of[path] = stamp, list(_read_runs(path))
+            # Suppressed: the file is being written, or trackio did not write it
+            with suppress(sqlite3.Error, OSError, ValueError, TypeError), _opened(path) as database:
+                self._runs_of[path] = stamp, list(_runs_in(database, path.parent))
         return self._runs_of.setdefault(path, (stamp, []))[1]
 
 
-def _read_runs(path: Path) -> Iterator[tuple[ForeignRun, str, Row]]:
-    with _opened(path) as database:
-        configs = {run_id: _object(text) for run_id, text in database.execute("SELECT run_id, config FROM configs")}
-        names: set[str] = set()
-        for run_id, run_name, step, written in database.execute(_RUNS):
-            name = str(run_name).replace("/", "_") or run_id
-            if name in names:
-                name = f"{name}_{run_id[:8]}"
-            names.add(name)
-            config = configs.get(run_id, {})
-            condition, seed = condition_and_seed(name)
-            seed = config["seed"] if seed is None and isinstance(config.get("seed"), int) else seed
-            condition = str(config.get("_Group") or condition)
-            at = datetime.fromisoformat(written).timestamp()
-            yield ForeignRun(path.parent, name, condition, seed, "done", int(step) + 1, 0, at), run_id, config
+def _runs_in(database: sqlite3.Connection, directory: Path) -> Iterator[tuple[ForeignRun, str, Row]]:
+    configs = {run_id: _object(text) for run_id, text in database.execute("SELECT run_id, config FROM configs")}
+    names: set[str] = set()
+    for run_id, run_name, step, written in database.execute(_RUNS).fetchall():
+        name = str(run_name).replace("/", "_") or run_id
+        if name in names:
+            name = f"{name}_{run_id[:8]}"
+        names.add(name)
+        config = configs.get(run_id, {})
+        condition, seed = condition_and_seed(name)
+        seed = config["seed"] if isinstance(config.get("seed"), int) else seed
+        condition = str(config.get("_Group") or condition)
+        at = datetime.fromisoformat(written).timestamp()
+        yield ForeignRun(directory, name, condition, seed, "done", int(step) + 1, 0, at), run_id, config
+
+
+def _logged(database: sqlite3.Connection, run_id: str) -> Iterator[tuple[int, int, float, Row]]:
+    """Yield (number of the row, step, Unix time, metrics) of each call of ``log``. transformers' Trainer gives no step,
+    so that trackio counts the calls, and logs the number of updates as a metric."""
+    query = "SELECT id, step, timestamp, metrics FROM metrics WHERE run_id = ? ORDER BY id"
+    for number, step, written, text in database.execute(query, (run_id,)):
+        row = _object(text)
+        yield number, integer(row.get(UPDATES), step), datetime.fromisoformat(written).timestamp(), row
 
 
 def _databases(directory: Path, find: FindFile) -> list[Path]:
@@ -108,7 +128,7 @@ def _stamp(path: Path) -> Hashable:
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
     log = path.with_name(path.name + LOG)
     with tempfile.TemporaryDirectory() as folder:
-        address = f"{path.as_uri()}?immutable=1"
+        address = f"{path.as_uri()}?mode=ro&immutable=1"
         if log.is_file() and not log.is_symlink() and log.stat().st_size:
             address = _copied(path, log, Path(folder) / path.name).as_uri()
         with closing(sqlite3.connect(address, uri=True)) as database:
@@ -132,3 +152,31 @@ def _object(text: str | bytes) -> Row:
     found: Row = json.loads(text)
     texts = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
     return {key: texts.get(value, value) if isinstance(value, str) else value for key, value in found.items()}
+
+
+def _is_database(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return path.suffix == ".db" and file.read(len(HEADER)) == HEADER
+
+
+def _result_rows(path: Path, request: Request) -> Iterator[ResultRow]:
+    """Yield one row per run, step, set and metric. If a step was logged repeatedly, the last call counts: a resumed run
+    continues in the same table."""
+    try:
+        with _opened(path.absolute()) as database:
+            for run, run_id, _ in _runs_in(database, path.parent):
+                rows = dict[tuple[str, str, int], ResultRow]()
+                for number, step, time, line in _logged(database, run_id):
+                    for name, key, content in named_metrics(line, EVALUATION):
+                        held_out = HELDOUT_SET if name in (None, layout.TRAIN) else name
+                        for metric, value in numbers([(key, content)], request.metric, f"{path}, row {number}"):
+                            rows[held_out, metric, step] = ResultRow(
+                                metric, value, step, held_out, condition=run.condition, run=run.name, seed=run.seed,
+                                time=time, line=number,
+                            )  # fmt: skip
+                yield from rows.values()
+    except (sqlite3.Error, OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path} is no project of trackio ({first_line(error)}): name another file in path") from error
+
+
+FORMAT = Format(tool="trackio", patterns=("*.db",), recognises=_is_database, rows=_result_rows)
