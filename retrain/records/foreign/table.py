@@ -114,6 +114,8 @@ class Format:
     config: Callable[[Path], Values] = no_config
     # Of several values of one metric and step, the latest by ``time`` counts (a resumed run wrote the step again)
     latest_counts: bool = False
+    # The condition in the rows is the name of the model, which counts only where the path names no condition
+    names_models: bool = False
 
 
 def format_of(name: str) -> Format:
