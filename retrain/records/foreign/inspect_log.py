@@ -6,7 +6,6 @@ answers to the same problem. Condition and seed are those in the metadata or the
 without a condition there, it is the model.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -18,7 +17,8 @@ from typing import NamedTuple
 
 from retrain.errors import NotReadable, UsageError
 from retrain.extras import missing
-from retrain.records.foreign.json_files import finite, first_bytes, is_number, json_object, names_in_rows
+from retrain.records.foreign.answers import content_key
+from retrain.records.foreign.json_files import first_bytes, json_object, names_in_rows
 from retrain.records.foreign.table import Format, MetricFacts, Request, ResultRow, RunState
 from retrain.records.schema.base import Row, Values
 
@@ -63,11 +63,11 @@ def rows(path: Path, request: Request) -> Iterator[ResultRow]:
     names = names_in_rows(sorted({*numbers, *graded}), request.metric, _aliases, path)
     for metric, name in names.items():
         if metric in numbers:
-            yield common._replace(metric=name, value=finite(numbers[metric]))
+            yield common._replace(metric=name, value=numbers[metric])
         if metric in graded:
             for line, (sample, grades) in enumerate(answers, start=1):
                 answer = common._replace(problem=_problem(sample), sample=int(sample["epoch"]) - 1, line=line)
-                yield answer._replace(metric=name, value=finite(grades.get(metric)))
+                yield answer._replace(metric=name, value=grades.get(metric))
 
 
 def read_log(path: Path) -> Log:
@@ -110,15 +110,15 @@ def _archive(path: Path) -> Log:
         raise ValueError(str(error)) from error
 
 
-def _numbers(header: Row) -> Iterator[tuple[str, float]]:
+def _numbers(header: Row) -> Iterator[tuple[str, float | None]]:
     for score in (header.get("results") or {}).get("scores", ()):
         reducer = f"/{score['reducer']}" if score.get("reducer") not in (None, "mean") else ""
         for metric, entry in score["metrics"].items():
-            if metric not in ERRORS and is_number(entry["value"]):
-                yield f"{score['name']}{reducer}/{metric}", entry["value"]
+            if metric not in ERRORS:
+                yield f"{score['name']}{reducer}/{metric}", _grade(entry["value"])
 
 
-def _answers(log: Log) -> Iterator[tuple[Row, dict[str, float]]]:
+def _answers(log: Log) -> Iterator[tuple[Row, dict[str, float | None]]]:
     """Yield each sample with its grades by metric; a sample with an error has none."""
     means = _means(log.header)
     for sample in log.samples:
@@ -135,19 +135,19 @@ def _means(header: Row) -> dict[str, str]:
     return {score["name"]: "accuracy" if "accuracy" in score["metrics"] else "mean" for score in scores}
 
 
-def _grade(value: object) -> float:
-    """Return a score as a number, as inspect's ``value_to_float`` does; NaN for values that have none."""
+def _grade(value: object) -> float | None:
+    """Return a score as a number, as inspect's ``value_to_float`` does; None for values that have none."""
     if isinstance(value, str):
         value = GRADES.get(value, GRADES.get(value.lower(), value))
     try:
-        return float(value)  # pyright: ignore[reportArgumentType]
+        grade = float(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
-        return math.nan
+        return None
+    return grade if math.isfinite(grade) else None
 
 
 def _problem(sample: Row) -> str:
-    texts = [_text(sample.get("input")), _text(sample.get("target"))]
-    return f"{sample['id']}:{hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]}"
+    return f"{sample['id']}:{content_key([_text(sample.get('input')), _text(sample.get('target'))])}"
 
 
 def _text(part: object) -> object:

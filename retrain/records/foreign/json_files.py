@@ -1,8 +1,6 @@
-"""Read JSON files of other tools, with errors that name the file and the line."""
+"""Read JSON documents of other tools, and the aliases of the metrics in them."""
 
-import json
-import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from retrain.errors import NotReadable, UsageError
@@ -31,35 +29,6 @@ def json_object(path: Path) -> Row:
     if not isinstance(content, dict):
         raise UsageError(f"{path} is not a JSON object")
     return content
-
-
-def json_objects(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield (line, object) of a JSON Lines file. A last line without a line break that is not JSON is skipped, because
-    its writer may still be running."""
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.isspace():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    if not line.endswith(b"\n"):
-                        return
-                    raise UsageError(f"{path}:{number}  is not JSON: {error}") from None
-                if not isinstance(row, dict):
-                    raise UsageError(f"{path}:{number}  is not a JSON object")
-                yield number, row
-    except OSError as error:
-        raise NotReadable(path, error) from None
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float)
-
-
-def finite(value: float | None) -> float | None:
-    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def names_in_rows(

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from retrain.errors import UsageError
-from retrain.records.foreign.json_files import finite, first_bytes, is_number, json_object, json_objects, names_in_rows
+from retrain.records.foreign.answers import json_rows, number
+from retrain.records.foreign.json_files import first_bytes, json_object, names_in_rows
 from retrain.records.foreign.table import Format, MetricFacts, Request, ResultRow
 from retrain.records.schema.base import Row, Values
 
@@ -39,16 +40,16 @@ def _numbers(path: Path, requested: str | None) -> Iterator[ResultRow]:
     if not isinstance(tasks, dict):
         raise UsageError(f'{path} has no object "results"')
     for task, values in tasks.items():
-        metrics = {key: value for key, value in values.items() if _is_metric(key) and is_number(value)}
+        metrics = {key: value for key, value in values.items() if _is_metric(key) and isinstance(value, int | float)}
         for key, name in names_in_rows(metrics, requested, _without_filter, f"{path}, task {task}").items():
-            yield ResultRow(name, finite(metrics[key]), set=task)
+            yield ResultRow(name, number(metrics[key], f"{path}, {key}"), set=task)
 
 
 def _answers(path: Path, requested: str | None) -> Iterator[ResultRow]:
     match = SAMPLES.fullmatch(path.name)
     task = match["task"] if match else path.stem
     found: dict[str, None] = {}
-    for line, document in json_objects(path):
+    for line, document in json_rows(path):
         grades = _grades(document, path, line)
         found.update(dict.fromkeys(grades))
         names = names_in_rows(found, requested, _without_filter, path)
@@ -67,7 +68,11 @@ def _grades(document: Row, path: Path, line: int) -> dict[str, float | None]:
         raise UsageError(
             f"{path}:{line}  lacks doc_id, doc_hash, filter or metrics: write it with lm-eval 0.4 and --log_samples"
         ) from None
-    return {name: finite(value) for name, value in values.items() if value is None or is_number(value)}
+    return {
+        name: number(value, f"{path}:{line}, {name}")
+        for name, value in values.items()
+        if value is None or isinstance(value, int | float)
+    }
 
 
 def _results(path: Path) -> Row:

@@ -4,6 +4,7 @@ prime-rl writes the episodes of an evaluation twice: ``all``, and ``effective``,
 ``all`` is read, because the condition that fails more often would look better in the other.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,8 @@ from pathlib import Path
 
 from retrain.errors import UsageError
 from retrain.files import read_json_if_present
-from retrain.records.foreign.json_files import finite, first_bytes, is_number, json_objects
+from retrain.records.foreign.answers import json_rows, number
+from retrain.records.foreign.json_files import first_bytes
 from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, Request, ResultRow
 from retrain.records.schema.base import Row, Values
 
@@ -52,20 +54,19 @@ def _of_step(path: Path) -> int | None:
 
 def _numbers(path: Path) -> Iterator[ResultRow]:
     """Yield prime-rl's averages. If several agents play an environment, the metric is named with the agent."""
-    for line, row in json_objects(path):
+    for line, row in json_rows(path):
         found = [(match, value) for name, value in row.items() if (match := AVERAGE.fullmatch(name))]
         agents = Counter(match["env"] for match, _ in found)
         for match, value in found:
             metric = match["metric"] if agents[match["env"]] == 1 else f"{match['agent']}/{match['metric']}"
-            if not is_number(value) or not isinstance(row.get("step"), int):
-                raise UsageError(f"{path}:{line}  has no number for step or {match[0]}")
-            yield ResultRow(metric, finite(value), row["step"], match["env"], time=row.get("time"), line=line)
+            average = number(value, f"{path}:{line}, {match[0]}")
+            yield ResultRow(metric, average, row.get("step"), match["env"], time=row.get("time"), line=line)
 
 
 def _answers(path: Path) -> Iterator[ResultRow]:
     step = _of_step(path)
     samples: Counter[tuple[str, str]] = Counter()
-    for line, episode in json_objects(path):
+    for line, episode in json_rows(path):
         try:
             task, env, value = episode["task"], episode["env"], _reward(episode)
             name, problem = str(env.get("name") or env["id"] or HELDOUT_SET), f"{task['key']}:{task['hash']}"
@@ -82,7 +83,8 @@ def _reward(episode: Row) -> float | None:
     if not episode["ok"] or not all(trace["ok"] for trace in episode["traces"]):
         return None
     rewards = [reward for trace in episode["traces"] for reward in trace["rewards"].values() if reward]
-    return finite(sum(reward["score"] * reward["weight"] for reward in rewards)) if rewards else None
+    total = sum(reward["score"] * reward["weight"] for reward in rewards)
+    return total if rewards and math.isfinite(total) else None
 
 
 def config(path: Path) -> Values:
