@@ -102,7 +102,6 @@ def test_seed_is_that_of_the_run_and_not_of_a_part(tmp_path, name):
     ("name", "line"),
     [
         ("metrics.jsonl", '{"step": 0, "progress/batch": 0, "time/total": 3.1}'),  # Tinker cookbook
-        ("metrics.jsonl", '{"iteration": 1, "step": 1, "train/loss": 0.1}'),
         ("traces.jsonl", '{"id": "a", "score": 1}'),
         ("10.jsonl", '{"input": "1+1=?", "score": 1.0, "step": 10}'),
     ],
@@ -110,6 +109,12 @@ def test_seed_is_that_of_the_run_and_not_of_a_part(tmp_path, name):
 def test_leaves_files_of_other_tools(tmp_path, name, line):
     (tmp_path / name).write_text(line + "\n")
     assert not FORMAT.recognises(tmp_path / name)
+
+
+def test_leaves_metrics_of_retrain():
+    paths = list((TRACES.parents[3] / "fixtures").rglob("metrics.jsonl"))
+    assert paths
+    assert not any(FORMAT.recognises(path) for path in paths)
 
 
 def test_recognises_its_files(tmp_path):
