@@ -73,8 +73,9 @@ def rows(path: Path, request: Request) -> Iterator[ResultRow]:
 def read_log(path: Path) -> Log:
     try:
         log = _archive(path) if path.suffix == ".eval" else _document(path)
-        is_complete = {"task", "model", "created"} <= log.header["eval"].keys()
-        if is_complete and all({"id", "epoch"} <= sample.keys() for sample in log.samples):
+        evaluation = log.header["eval"]
+        datetime.fromisoformat(evaluation["created"])
+        if {"task", "model"} <= evaluation.keys() and all({"id", "epoch"} <= sample.keys() for sample in log.samples):
             return log
     except OSError as error:
         raise NotReadable(path, error) from None
