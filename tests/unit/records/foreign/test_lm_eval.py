@@ -1,0 +1,116 @@
+"""Results of lm-eval 0.4.13 (lm_eval/loggers/evaluation_tracker.py; samples: evaluator.py, lines 634 to 674).
+
+The fixtures were written by the package (test_written_evaluations.py); settings and environment were cut out.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from retrain.errors import UsageError
+from retrain.records.foreign.lm_eval import FORMAT
+from retrain.records.foreign.table import MetricFacts, Request
+
+DATA = Path(__file__).parents[3] / "data" / "foreign" / "lm_eval"
+RESULTS, SAMPLES = (next(DATA.glob(pattern)) for pattern in ("results_*", "samples_*"))
+
+
+def changed(tmp_path: Path, **changes) -> Path:
+    """Return a copy of the results file in which keys have other values."""
+    path = tmp_path / RESULTS.name
+    path.write_text(json.dumps(json.loads(RESULTS.read_text()) | changes))
+    return path
+
+
+def samples(tmp_path: Path, *, filter_name: str = "", **changes) -> Path:
+    """Return a copy of the samples file: the documents of one filter, in which keys have other values."""
+    rows = map(json.loads, SAMPLES.read_text().splitlines())
+    path = tmp_path / SAMPLES.name
+    path.write_text("".join(json.dumps(row | changes) + "\n" for row in rows if filter_name in ("", row["filter"])))
+    return path
+
+
+def test_numbers_of_the_run_have_filter_and_task():
+    rows = list(FORMAT.rows(RESULTS, Request()))
+
+    assert {row.metric: row.value for row in rows} == {"exact_match,strict": 1 / 3, "exact_match,flexible": 1.0}
+    assert {(row.set, row.condition, row.state, row.step) for row in rows} == {("sums", "org/grpo_s1", "done", None)}
+    assert {row.time for row in rows} == {json.loads(RESULTS.read_text())["date"]}
+
+
+def test_each_document_is_graded_once_for_a_filter():
+    rows = list(FORMAT.rows(SAMPLES, Request("exact_match,strict")))
+
+    assert [(row.value, row.line) for row in rows] == [(0, 1), (1, 2), (0, 3)]
+    assert len({row.problem for row in rows}) == 3
+    assert {(row.metric, row.set, row.condition) for row in rows} == {("exact_match,strict", "sums", "org/grpo_s1")}
+    flexible = list(FORMAT.rows(SAMPLES, Request("exact_match,flexible")))
+    assert [row.problem for row in flexible] == [row.problem for row in rows]
+
+
+@pytest.mark.parametrize("path", [RESULTS, SAMPLES], ids=["results", "samples"])
+def test_metric_without_a_filter_is_refused_if_there_are_two(path):
+    with pytest.raises(UsageError, match="exact_match,strict or exact_match,flexible"):
+        list(FORMAT.rows(path, Request("exact_match")))
+
+
+def test_metric_without_a_filter_is_read_if_there_is_one(tmp_path):
+    run = changed(tmp_path, results={"sums": {"alias": "sums", "exact_match,strict": 0.5}})
+    answers = samples(tmp_path, filter_name="strict")
+
+    assert [(row.metric, row.value) for row in FORMAT.rows(run, Request("exact_match"))] == [("exact_match", 0.5)]
+    assert [row.value for row in FORMAT.rows(answers, Request("exact_match"))] == [0, 1, 0]
+
+
+def test_seeds_of_the_evaluation_are_no_seeds_of_the_run():
+    assert {row.seed for path in (RESULTS, SAMPLES) for row in FORMAT.rows(path, Request())} == {None}
+    assert "seed" not in FORMAT.config(RESULTS)
+
+
+def test_texts_are_no_numbers(tmp_path):
+    run = changed(tmp_path, results={"sums": {"acc,none": "N/A", "acc_norm,none": 0.5, "acc_stderr,none": 0.1}})
+    assert [row.metric for row in FORMAT.rows(run, Request())] == ["acc_norm,none"]
+
+
+def test_values_that_are_no_grades_of_one_answer_are_left_out(tmp_path):
+    answers = samples(tmp_path, metrics=["exact_match", "word_perplexity"], word_perplexity=[-3.2, 4])
+    assert {row.metric for row in FORMAT.rows(answers, Request())} == {"exact_match,strict", "exact_match,flexible"}
+
+
+def test_answer_without_a_grade_is_kept(tmp_path):
+    answers = samples(tmp_path, filter_name="strict", exact_match=float("nan"))
+    assert [row.value for row in FORMAT.rows(answers, Request())] == [None] * 3
+
+
+def test_directions_are_in_the_file(tmp_path):
+    found = FORMAT.facts(SAMPLES)
+    assert found["exact_match,*"] == found["exact_match"] == MetricFacts(True, "share")
+
+    directions = {"a": {"acc": True, "perplexity": False}, "b": {"acc": False}}
+    found = FORMAT.facts(changed(tmp_path, higher_is_better=directions))
+    assert found["perplexity,*"] == MetricFacts(False)
+    assert found["acc,*"].higher_is_better is None
+
+
+def test_answers_without_the_file_of_the_run(tmp_path):
+    shutil.copy(SAMPLES, tmp_path)
+    assert {row.condition for row in FORMAT.rows(tmp_path / SAMPLES.name, Request())} == {None}
+    assert FORMAT.facts(tmp_path / SAMPLES.name) == {}
+
+
+def test_recognises_its_files_alone(tmp_path):
+    other = tmp_path / "results_2026.json"
+    other.write_text('{"config_general": {}, "results": {}}')
+    assert FORMAT.recognises(RESULTS)
+    assert FORMAT.recognises(SAMPLES)
+    assert not FORMAT.recognises(other)
+
+
+def test_damaged_line_is_named(tmp_path):
+    path = tmp_path / SAMPLES.name
+    first = SAMPLES.read_text().splitlines()[0]
+    path.write_text(f'{first}\n{{"doc_id": 1, "doc": {{}}}}\n')
+    with pytest.raises(UsageError, match=r"jsonl:2  lacks doc_id, doc_hash, filter or metrics"):
+        list(FORMAT.rows(path, Request()))
