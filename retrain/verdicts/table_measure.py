@@ -27,12 +27,12 @@ def table_measure(tables: Sequence[RunTable], compare: Compare) -> tuple[Measure
     summary, name = _parse(compare.metric)
     column = _column(name, tables, "" if summary == "final" else f"{summary}:")
     key = column[1] if column[0] == HELDOUT_SET else "/".join(column)
-    facts = _facts(column[1], tables)
+    facts = metric_facts(column[1], tables)
     unit = compare.unit or facts.unit
     merit = facts.higher_is_better if compare.higher_is_better is None else compare.higher_is_better
-    lines = [] if unit else ['unit = "share" (values from 0 to 1) or unit = "number" (--unit)']
+    lines = [] if unit else ['unit = "share" (values from 0 to 1) or "number" (--unit share or number)']
     if merit is None and compare.unit is None:
-        lines.append("higher_is_better = true or false (--higher-is-better)")
+        lines.append("higher_is_better = true or false (--higher-is-better or --lower-is-better)")
     if lines:
         missing = "unit" if merit is not None else "direction" if unit else "unit and direction"
         raise UsageError(
@@ -58,14 +58,14 @@ def _column(name: str | None, tables: Sequence[RunTable], prefix: str) -> Column
     if not columns:
         raise UsageError("the results have no metric: their files have no number and no graded answer")
     if matching:
-        fix = f'metric = "{prefix}{names[0]}"'
+        fix = f'metric = "{prefix}{names[0]}" (--metric {prefix}{names[0]})'
         what = f"the metric {name} is there for {len(names)} sets" if name else f"the results have {len(names)} metrics"
-        raise UsageError(f"{what}: {listed(names, NAMED_METRICS)}. In [compare], type for instance {fix} (--metric)")
+        raise UsageError(f"{what}: {listed(names, NAMED_METRICS)}. In [compare], type for instance {fix}")
     near = get_close_matches(name or "", names, n=3, cutoff=0.4) or names
     raise UsageError(f"no run has the metric {name}: the results have {listed(near, NAMED_METRICS)}")
 
 
-def _facts(metric: str, tables: Sequence[RunTable]) -> MetricFacts:
+def metric_facts(metric: str, tables: Sequence[RunTable]) -> MetricFacts:
     """Return what files or names say about a metric; None where files contradict each other."""
     facts = [
         fact
@@ -76,8 +76,8 @@ def _facts(metric: str, tables: Sequence[RunTable]) -> MetricFacts:
     merits = {fact.higher_is_better for fact in facts if fact.higher_is_better is not None}
     units: set[Unit] = {fact.unit for fact in facts if fact.unit is not None}
     last = re.sub(r"^eval_", "", metric.split(",")[0].split("/")[-1])
-    known = next((fact for pattern, fact in KNOWN if pattern.fullmatch(last)), MetricFacts())
+    by_name = next((fact for pattern, fact in KNOWN if pattern.fullmatch(last)), MetricFacts())
     return MetricFacts(
-        known.higher_is_better if not merits else merits.pop() if len(merits) == 1 else None,
-        known.unit if not units else units.pop() if len(units) == 1 else None,
+        by_name.higher_is_better if not merits else merits.pop() if len(merits) == 1 else None,
+        by_name.unit if not units else units.pop() if len(units) == 1 else None,
     )
