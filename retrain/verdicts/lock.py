@@ -87,7 +87,7 @@ def declare(path: Path, file: ComparisonFile, tables: Sequence[RunTable], unix: 
     target = lock_path(path)
     if target.exists():
         raise UsageError(f"{target} exists: a declaration is not changed; delete the lock or use another file name")
-    missing = [key for key in REQUIRED if getattr(file.compare, key) is None and not _is_known(key, file, tables)]
+    missing = [key for key in REQUIRED if getattr(file.compare, key) in (None, []) and not _is_known(key, file, tables)]
     if missing:
         keys = listed([REQUIRED[key] for key in missing], NAMED_KEYS)
         raise UsageError(f"{path} declares no {' and no '.join(missing)}; add below [compare]: {keys}")
@@ -100,7 +100,10 @@ def declare(path: Path, file: ComparisonFile, tables: Sequence[RunTable], unix: 
 
 
 def _is_known(key: str, file: ComparisonFile, tables: Sequence[RunTable]) -> bool:
-    """Return whether a fact about the metric is known without the file: from retrain, or from the results."""
+    """Return whether a declaration needs no such key: retrain or the results know the fact about the metric, or one
+    model of each condition is compared, which has no seed."""
+    if key == "seeds" and file.compare.replicate == "none":
+        return True
     metric = file.compare.metric
     if key not in MetricFacts._fields or metric is None:
         return key in MetricFacts._fields  # without a metric, its missing name is the fault
