@@ -19,7 +19,6 @@ from retrain.config.comparing import ComparisonFile
 from retrain.config.describe import document, toml
 from retrain.errors import NotOurs, StorageError, UsageError, printable
 from retrain.files import dumps, iter_jsonl, write_text
-from retrain.records.foreign.table import CORRECT
 from retrain.records.reader import held_out_completions, read_manifest
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import EVALS, SPANS
@@ -75,11 +74,8 @@ class _Results:
 
     @property
     def deciding(self) -> str:
-        """Name of the deciding metric in the table: graded answers if the runs have them for an accuracy."""
-        short = self.measure.key.removeprefix(f"eval/{self.measure.held_out}/")
-        finished = [run for run in self.source.runs if run.done]
-        has_answers = short == ACCURACY and all(problem_scores(run, self.measure) for run in finished)
-        return CORRECT if finished and has_answers else short
+        """Name of the deciding metric in the table."""
+        return self.measure.key.removeprefix(f"eval/{self.measure.held_out}/")
 
     def declaration(self, path: str, margin: float | None) -> Row:
         """Return the comparison file as plain data."""
@@ -123,14 +119,15 @@ class _Results:
             yield {"step": step, "set": TRAINING, "metric": self.measure.key, "value": value, "time": times(step)}
 
     def _answers(self, run: RunResult) -> Iterator[Row]:
-        """Yield the graded answers of the evaluations on which the deciding metric depends, and of the first."""
-        if self.deciding != CORRECT:
+        """Yield the graded answers of the evaluations on which the deciding metric depends, and of the first; none if
+        the metric is not their accuracy or differs from it."""
+        if self.deciding != ACCURACY or problem_scores(run, self.measure) is None:
             return
         steps, times = {0, *run.weights(self.measure)}, _Times(run)
         for row in held_out_completions(run.path, self.measure.held_out):
             if row["step"] in steps:
                 yield {
-                    "step": row["step"], "set": row["name"], "metric": CORRECT, "value": int(row["correct"]),
+                    "step": row["step"], "set": row["name"], "metric": ACCURACY, "value": int(row["correct"]),
                     "problem": row["problem_id"], "sample": row["sample"], "time": times(row["step"]),
                 }  # fmt: skip
 
@@ -175,8 +172,8 @@ def _losses(source: Source, measure: Measure) -> list[str]:
 def _declaration_time(directory: Path) -> float:
     """Return the time of the campaign's line in the registry, else the time at which the campaign was first started."""
     manifest = read_manifest(directory)
-    with suppress(TypeError, ValueError):  # "on", "off" or None
-        return datetime.fromisoformat(manifest["registry"]).timestamp()
+    with suppress(ValueError):  # "on", "off" or none
+        return datetime.fromisoformat(str(manifest.get("registry"))).timestamp()
     return float(manifest["created"])
 
 
