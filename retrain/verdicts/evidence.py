@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -38,6 +38,8 @@ class Campaign:
     comparison: Comparison
     runs: list[RunResult]
     configs: dict[str, Row]
+    # Measure of results of other tools, of which only evaluations are known; None for runs of retrain
+    foreign: Measure | None = None
 
     @property
     def labels(self) -> list[str]:
@@ -45,7 +47,10 @@ class Campaign:
 
     @property
     def measure(self) -> Measure:
-        return Measure(self.comparison.summary, self.comparison.metric)
+        return self.measure_of(self.comparison.summary, self.comparison.metric)
+
+    def measure_of(self, summary: str, key: str) -> Measure:
+        return Measure(summary, key) if self.foreign is None else replace(self.foreign, summary=summary, key=key)
 
     @property
     def set_names(self) -> list[str]:
@@ -114,10 +119,10 @@ class Curve(TypedDict):
     part: Sequence[Point]
 
 
-def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, smooth: bool) -> Curve:
+def curve(label: str, index: int, runs: Sequence[RunResult], measure: Measure, *, smooth: bool) -> Curve:
     lines: list[tuple[RunResult, Sequence[Point]]] = []
     for run in runs:
-        points: Sequence[Point] = run.curve(key)
+        points: Sequence[Point] = run.curve(measure.key, measure.set_name)
         if smooth and points:
             steps, levels = zip(*points, strict=True)
             averages = moving_average(np.arange(len(steps)), np.array(levels), window_of(len(steps)))
@@ -127,12 +132,13 @@ def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, smooth
     finished = [dict(points) for run, points in lines if run.done]
     common = sorted(set.intersection(*map(set, finished))) if finished else []
     values = np.array([[points[step] for step in common] for points in finished])
-    ends = interval_of_means(values, Measure(key=key).is_share)
+    ends = interval_of_means(values, measure.is_share)
     return {
         "label": label, "index": index, "n": len(finished),
         "mean": list(zip(common, values.mean(axis=0).tolist(), strict=True)) if common else [],
         "band": [] if ends is None else list(zip(common, *(end.tolist() for end in ends), strict=True)),
-        "runs": [{"seed": run.seed, "points": points} for run, points in lines], "part": _parts(runs, key),
+        "runs": [{"seed": run.seed, "points": points} for run, points in lines],
+        "part": _parts(runs, measure.key),
     }  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def test_a_whole_campaign(tmp_path):
 
 
 def test_the_interval_for_new_problems_is_given_once(tmp_path):
-    baseline, rloo = results(read_campaign(made(tmp_path, seeds=8)))
+    _, (baseline, rloo) = results(read_campaign(made(tmp_path, seeds=8)))
     assert baseline[RESULTS.index("typical difference")] == "baseline"
     assert rloo[RESULTS.index("typical difference")] == "+25.0 points [+25.0, +25.0] [−53.6, +100.0]"
 
