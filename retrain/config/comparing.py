@@ -9,6 +9,7 @@ from retrain.config.base import INT_MAX, Role, Section
 Pairing = Literal["seed", "none"]
 Replicate = Literal["training", "none"]
 Unit = Literal["share", "number"]
+SUMMARIES = ("final", "last3", "auc")
 
 
 class Compare(Section, role=Role.EVALUATES):
@@ -35,6 +36,14 @@ class Compare(Section, role=Role.EVALUATES):
     """`seed`: runs with the same seed are compared. `none`: the runs of two conditions have nothing in common."""
     problems: Literal["same", "common"] = "same"
     """`same`: other problems are refused. `common`: only those that all runs have are compared, without a verdict."""
+
+    @property
+    def measure(self) -> tuple[str, str | None]:
+        """Summary of a run's curve, and name of the metric without it; None if the file names no metric."""
+        summary, colon, name = (self.metric or "final").partition(":")
+        if summary not in SUMMARIES:
+            return "final", self.metric
+        return summary, name if colon and name else None
 
 
 class Results(Section, role=Role.NAMES):

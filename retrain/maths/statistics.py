@@ -195,7 +195,7 @@ def _paired(*columns: Values) -> list[np.ndarray]:
     return arrays
 
 
-def paired_interval(a: Values, b: Values) -> Interval:
+def paired_interval(a: Values, b: Values, level: float = 0.95) -> Interval:
     """Return the mean of the differences a − b of paired results with Student's t interval; ends are None with one
     pair. Raises ValueError for lists that do not pair."""
     x, y = _paired(a, b)
@@ -203,7 +203,7 @@ def paired_interval(a: Values, b: Values) -> Interval:
     n, mean = len(d), float(d.mean())
     if n < 2:
         return Interval(mean, None, None)
-    reach = _t_quantile(n - 1) * float(d.std(ddof=1)) / math.sqrt(n)
+    reach = _t_quantile(n - 1, level) * float(d.std(ddof=1)) / math.sqrt(n)
     return Interval(mean, mean - reach, mean + reach)
 
 

@@ -43,6 +43,7 @@ from retrain.verdicts.results import (
     values_of,
 )
 from retrain.verdicts.rule import ALPHA, FEWEST_PAIRS, Analysis, interim_seeds, judge, outlier_places
+from retrain.verdicts.two_sample import TwoSampleAnalysis
 from retrain.verdicts.wording import missing_words, sentence, verdict
 
 # Fewest seeds with a bootstrap interval: at 5 seeds, expanded 95 % intervals held in only 77 to 94 % of cases
@@ -50,34 +51,44 @@ MIN_BOOTSTRAP_SEEDS = 8
 SECONDARY = ("final", "auc", "last3")
 NO_RULE, ALL_DECLARED = DeclaredRule(), Standing()
 Floats = NDArray[np.float64]
+# Returns the conditions, the baseline first, with verdicts
+Design = Callable[[Sequence[RunResult], Sequence[str], Measure, Standing], list[ConditionComparison]]
 
 
 def compare_runs(
     runs: Sequence[RunResult],
     labels: Sequence[str],
     *,
-    metric: str | None = None,
+    metric: str | Measure | None = None,
     baseline: str | None = None,
     margin: float | None = None,
     warnings: Sequence[str] = (),
     rule: DeclaredRule = NO_RULE,
     standing: Standing = ALL_DECLARED,
+    design: Design | None = None,
 ) -> Comparison:
     """Compare the conditions ``labels`` by their runs, paired by seed. The baseline is by default the first label.
 
-    ``metric`` is a text for ``Measure.parse``; the default is the final held-out accuracy, or without held-out
-    evaluations the correct rate of training. ``margin`` and ``rule`` are as the campaign declared them; ``standing``
-    decides whether verdicts may be given. ``warnings`` come first among the warnings of the result. Raises UsageError
+    ``metric`` is a measure, or a text for ``Measure.parse``; the default is the final held-out accuracy, or without
+    held-out evaluations the correct rate of training. ``margin`` and ``rule`` are as the campaign declared them;
+    ``standing`` decides whether verdicts may be given. ``design`` compares the conditions in another way than by pairs
+    of seeds, without secondary measures. ``warnings`` come first among the warnings of the result. Raises UsageError
     for an unknown metric or baseline.
     """
     first = baseline_of(baseline, labels)
     order = [first, *(label for label in labels if label != first)]
-    measure = _measure(metric, runs)
-    require_measure(measure, runs)
-    conditions = _conditions(_PairedRuns.of(runs, order, measure), rule, standing, margin)
+    if isinstance(metric, Measure):
+        measure = metric
+    else:
+        measure = _measure(metric, runs)
+        require_measure(measure, runs)
+    if design is not None:
+        conditions = design(runs, order, measure, standing)
+    else:
+        conditions = _conditions(_PairedRuns.of(runs, order, measure), rule, standing, margin)
     status = next((name for name in (EXPLORATORY, INTERIM) if name in [each.standing for each in conditions]), DECLARED)
     interim = {condition.label for condition in conditions if condition.standing == INTERIM}
-    notes = [*warnings, *_warnings(conditions, measure, metric), *_graded(runs, measure)]
+    notes = [*warnings, *_warnings(conditions, measure, is_default=metric is None), *_graded(runs, measure)]
     if rule.earlier:
         notes.append(f"Declared under the rule of {rule.earlier}; judged by the present rule.")
     notes += last3_notes(measure, runs)
@@ -92,7 +103,9 @@ def compare_runs(
         margin=margin,
         pairs_needed=FEWEST_PAIRS,
         conditions=conditions,
-        secondary=[_secondary(runs, order, other, interim) for other in _secondary_measures(measure, runs)],
+        secondary=[_secondary(runs, order, other, interim) for other in _secondary_measures(measure, runs)]
+        if design is None
+        else [],
         standing=status,
         failed=[run.run_id for run in runs if run.state == "failed"],
         warnings=notes,
@@ -214,6 +227,9 @@ class _ConditionBuilder:
     def baseline(self, label: str) -> ConditionComparison:
         return replace(self._level(label), verdict="baseline")
 
+    def _level(self, label: str) -> ConditionComparison:
+        return condition_level(label, self.paired.runs, self.measure)
+
     def condition(
         self, label: str, baseline: ConditionComparison, analysis: Analysis, *worst: Analysis
     ) -> ConditionComparison:
@@ -247,7 +263,7 @@ class _ConditionBuilder:
             condition = replace(
                 condition,
                 unseen_collapse_rate=rate,
-                mean_difference_bound=_mean_bound(condition, baseline, self.margin, rate),
+                mean_difference_bound=_mean_bound(condition, baseline, self.margin, rate, measure),
             )
         condition = replace(condition, verdict=verdict(condition, analysis.outcome, measure))
         campaign = next((run.config["campaign"] for run in runs if run.config.get("campaign")), {})
@@ -269,7 +285,7 @@ class _ConditionBuilder:
         improvement = bootstrap_interval(
             (values, of_baseline), np.random.default_rng(0), probability_of_improvement, resamples=2_000
         )
-        ends = _ends_of(analysis, measure)
+        ends = ends_of(analysis, measure)
         level = 1.0 - ALPHA / self.comparisons
         wider = self.scores.new_problems_interval(condition.label, baseline.label, level, resolution)
         outliers = outlier_places(differences, typical, self.margin)
@@ -287,25 +303,26 @@ class _ConditionBuilder:
             outlier_seeds=[OutlierSeed(pairs[index][0], float(differences[index]) - typical) for index in outliers],
         )
 
-    def _level(self, label: str) -> ConditionComparison:
-        measure = self.measure
-        runs = sorted((run for run in self.paired.runs if run.label == label), key=lambda run: run.pair)
-        results = finished_of(label, runs, measure)
-        finished, values = [run for run, _ in results.values()], [value for _, value in results.values()]
-        return ConditionComparison(
-            **vars(_summary(label, results, measure)),
-            seeds=[run.seed for run in runs],
-            iqm=_iqm(values, measure, _resolution(finished, measure), level=True) if values else None,
-            mean_bootstrap=_bootstrap(values, partial(np.mean, axis=-1)),
-            iqm_bootstrap=_bootstrap(values, iqm),
-            missing=[_missing(run, measure) for run in runs if run.pair not in results],
-            failed=sum(run.state == "failed" for run in runs),
-            tokens=sum(run.tokens for run in runs),
-            seconds=sum(run.device_seconds for run in runs),
-            tokens_per_run=_mean([run.tokens for run in finished]),
-            seconds_per_run=_mean([run.device_seconds for run in finished]),
-            held_out=any(run.evaluations for run in runs),
-        )
+
+def condition_level(label: str, runs: Sequence[RunResult], measure: Measure) -> ConditionComparison:
+    """Return a condition without its comparison with the baseline."""
+    runs = sorted((run for run in runs if run.label == label), key=lambda run: run.pair)
+    results = finished_of(label, runs, measure)
+    finished, values = [run for run, _ in results.values()], [value for _, value in results.values()]
+    return ConditionComparison(
+        **vars(_summary(label, results, measure)),
+        seeds=[run.seed for run in runs],
+        iqm=_iqm(values, measure, _resolution(finished, measure), level=True) if values else None,
+        mean_bootstrap=_bootstrap(values, partial(np.mean, axis=-1)),
+        iqm_bootstrap=_bootstrap(values, iqm),
+        missing=[_missing(run, measure) for run in runs if run.pair not in results],
+        failed=sum(run.state == "failed" for run in runs),
+        tokens=sum(run.tokens for run in runs),
+        seconds=sum(run.device_seconds for run in runs),
+        tokens_per_run=_mean([run.tokens for run in finished]),
+        seconds_per_run=_mean([run.device_seconds for run in finished]),
+        held_out=any(run.evaluations for run in runs),
+    )
 
 
 def _summary(label: str, results: Mapping[Pair, tuple[RunResult, float]], measure: Measure) -> ConditionSummary:
@@ -339,19 +356,20 @@ def possible(interval: Interval, measure: Measure, *, level: bool = False) -> In
 
 
 def _mean_bound(
-    condition: ConditionComparison, baseline: ConditionComparison, margin: float, rate: float
+    condition: ConditionComparison, baseline: ConditionComparison, margin: float, rate: float, measure: Measure
 ) -> float | None:
     """Return the largest difference of the means if typical runs differ by at most ``margin`` and a share ``rate`` of
     a condition's runs falls back to the accuracy before training; None if that accuracy is unknown."""
+    sign = -1.0 if measure.higher_is_better is False else 1.0
     gains = [
-        level.after_mean - level.before
+        sign * (level.after_mean - level.before)
         for level in (condition, baseline)
         if level.after_mean is not None and level.before is not None
     ]
     return margin + rate * max(0.0, *gains) if gains else None
 
 
-def _ends_of(analysis: Analysis, measure: Measure) -> list[float] | None:
+def ends_of(analysis: Analysis | TwoSampleAnalysis, measure: Measure) -> list[float] | None:
     if analysis.typical is None:
         return None
     return _ends(possible(Interval(analysis.typical, analysis.low, analysis.high), measure))
@@ -403,6 +421,9 @@ def _pairs(label: str, baseline: str, runs: Sequence[RunResult], measure: Measur
 
 
 def _secondary_measures(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
+    if primary.set_name is not None:
+        others = [replace(primary, summary=summary) for summary in SECONDARY if summary != primary.summary]
+        return [other for other in others if any(run.value(other) is not None for run in runs)]
     keys = list(dict.fromkeys(key for run in runs for row in run.last_evaluations.values() for key in row))
     names = dict.fromkeys(name for run in runs for name in run.set_names)
     measures = [measure for name in names for measure in _measures_of_set(f"eval/{name}/", keys)]
@@ -437,7 +458,7 @@ def _secondary(
                 summary,
                 difference=analysis.mean,
                 typical_difference=analysis.typical,
-                difference_interval=_ends_of(analysis, measure),
+                difference_interval=ends_of(analysis, measure),
                 pairs=analysis.pairs,
                 p_value=analysis.p if has_p else None,
             )
@@ -456,9 +477,9 @@ def _graded(runs: Sequence[RunResult], measure: Measure) -> list[str]:
     ]
 
 
-def _warnings(conditions: Sequence[ConditionComparison], measure: Measure, metric: str | None) -> list[str]:
+def _warnings(conditions: Sequence[ConditionComparison], measure: Measure, *, is_default: bool) -> list[str]:
     notes = []
-    if metric is None and not any(condition.held_out for condition in conditions) and not measure.is_held_out:
+    if is_default and not any(condition.held_out for condition in conditions) and not measure.is_held_out:
         notes.append("No held-out evaluation was asked for ([evaluation] problems = 0); training rewards are compared.")
     pairs = max((condition.pairs for condition in conditions[1:]), default=0)
     if 0 < pairs < FEWEST_PAIRS:

@@ -6,7 +6,7 @@ and the differing keys are named. Different data, base weights, code or lengths 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from retrain.config.campaign import DECIDING_KEYS, condition_name
@@ -134,7 +134,7 @@ def compare_directories(
         standing=pool.standing(runs, declared, compared, first),
     )
     advice = follow_up(comparison, directories[0]) if len(directories) == 1 else ""
-    row = asdict(replace(comparison, follow_up=advice, declared=pool.declared))
+    row = replace(comparison, follow_up=advice, declared=pool.declared).to_json()
     return row | {"directories": [str(path) for path in directories]}
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,12 +18,15 @@ SAME = 1e-6  # Rounding tolerance between the mean over problems and the run's r
 def problem_scores(run: RunResult, measure: Measure) -> dict[str, float] | None:
     """Return the run's score on each problem, by problem id; the mean over problems is the run's value.
 
+    Scores that the run has itself (``RunResult.problems``) are used as they are. Else they come from the completions:
     None for metrics other than accuracy, reward, length, pass@k, avg@k and maj@k, without the completions (directories
     of earlier releases), or if the mean over problems differs from the recorded value.
     """
     value, weights = run.value(measure), run.weights(measure)
     if value is None or not weights:
         return None
+    if run.problems is not None:
+        return _weighted(run.problems, weights)
     parts = measure.key.split("/")
     tag = parts[2] if len(parts) == 4 else None
     samples: dict[tuple[int, str], list[Row]] = defaultdict(list)
@@ -39,6 +42,17 @@ def problem_scores(run: RunResult, measure: Measure) -> dict[str, float] | None:
         scores[problem] = sum(w * s for w, s in zip(weights.values(), of_steps, strict=True))
     mean = sum(scores.values()) / len(scores)
     return scores if math.isclose(mean, value, rel_tol=SAME, abs_tol=SAME) else None
+
+
+def _weighted(problems: Mapping[int, Mapping[str, float]], weights: Mapping[int, float]) -> dict[str, float] | None:
+    """Return the weighted mean over evaluations of each problem's score; None if they do not have the same problems."""
+    of_steps = [problems.get(step, {}) for step in weights]
+    if not of_steps[0] or any(scores.keys() != of_steps[0].keys() for scores in of_steps):
+        return None
+    return {
+        problem: sum(weight * scores[problem] for weight, scores in zip(weights.values(), of_steps, strict=True))
+        for problem in of_steps[0]
+    }
 
 
 def _score(rows: Sequence[Row], metric: str) -> float:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 from retrain.config.evaluation import DECIDING, HELDOUT, PART, too_early, whole_evaluations
 from retrain.config.root import sections
@@ -42,6 +42,12 @@ OWN_SPANS = ("score", "credit", "update", "record", "checkpoint")
 class Measure:
     summary: str = "final"
     key: str = METRIC
+    # Held-out set of a metric of another tool, whose key does not name it; None: the key decides
+    set_name: str | None = None
+    # None: the catalogue of metrics decides
+    unit: Literal["share", "number"] | None = None
+    # Whether a larger value is an improvement; None: the key decides
+    merit: bool | None = None
 
     @classmethod
     def parse(cls, text: str, held_out: str = HELDOUT) -> Measure:
@@ -63,27 +69,33 @@ class Measure:
 
     @property
     def is_held_out(self) -> bool:
-        return self.key.startswith("eval/")
+        return self.held_out is not None
 
     @property
     def held_out(self) -> str | None:
-        return self.key.split("/")[1] if self.is_held_out else None
+        if self.set_name is not None:
+            return self.set_name
+        return self.key.split("/")[1] if self.key.startswith("eval/") else None
 
     @property
     def is_share(self) -> bool:
         """True where values lie in [0, 1]; their differences are in percentage points."""
+        if self.unit is not None:
+            return self.unit == "share"
         metric = BY_KEY.get(self._pattern())
         return metric is not None and metric.unit == "share"
 
     @property
-    def higher_is_better(self) -> bool:
-        """True where a larger value is an improvement; other metrics are only called higher or lower."""
-        return re.search(MERITS, self.key) is not None
+    def higher_is_better(self) -> bool | None:
+        """Whether a larger value is an improvement; None if unknown: values are only called higher or lower."""
+        if self.merit is not None:
+            return self.merit
+        return True if re.search(MERITS, self.key) else None
 
     def _pattern(self) -> str:
         """Return the key as in the catalogue, with placeholders for names and numbers."""
         key = re.sub(r"@\d+", "@<k>", self.key)
-        if key in BY_KEY or not self.is_held_out:
+        if key in BY_KEY or not key.startswith("eval/"):
             return key
         parts = key.split("/")
         return "/".join(["eval", "<name>", *(["<tag>"] if len(parts) > 3 else []), parts[-1]])
@@ -108,6 +120,10 @@ class RunResult:
     evaluations: list[Row] = field(default_factory=list)
     config: Row = field(default_factory=dict)
     facts: Row = field(default_factory=dict)
+    # Score of each problem by step; None: to be computed from the completions in ``path``
+    problems: Mapping[int, Mapping[str, float]] | None = None
+    # Largest change of an evaluation's value by one answer or by rounding; None: to be computed from its row
+    value_step: float | None = None
 
     @property
     def set_names(self) -> list[str]:
@@ -133,10 +149,10 @@ class RunResult:
     def done(self) -> bool:
         return self.state == "done"
 
-    def curve(self, key: str) -> list[tuple[int, float]]:
+    def curve(self, key: str, set_name: str | None = None) -> list[tuple[int, float]]:
         """Return (step, value) of the rows that have the metric. For a held-out metric, the step is the number of
-        updates done at the evaluation."""
-        if name := Measure(key=key).held_out:
+        updates done at the evaluation. ``set_name`` as in ``Measure``."""
+        if name := Measure(key=key, set_name=set_name).held_out:
             rows = [row for row in self.evaluations if row.get("name") == name]
         else:
             rows = self.rows
@@ -144,7 +160,7 @@ class RunResult:
 
     def value(self, measure: Measure) -> float | None:
         """Return the value of a measure; None if the files have none, or if the last evaluation could not be graded."""
-        curve = self.curve(measure.key)
+        curve = self.curve(measure.key, measure.set_name)
         if not curve or (measure.summary == "last3" and not measure.is_held_out):
             return None
         if measure.is_held_out:
@@ -171,12 +187,14 @@ class RunResult:
         return self.value(measure) if self.done else None
 
     def before(self, measure: Measure) -> float | None:
-        curve = self.curve(measure.key) if measure.is_held_out else []
+        curve = self.curve(measure.key, measure.set_name) if measure.is_held_out else []
+        if len(curve) == 1 and measure.set_name is not None:
+            return None  # another tool may call the step of its only evaluation 0
         return curve[0][1] if curve and curve[0][0] == 0 else None
 
     def weights(self, measure: Measure) -> dict[int, float]:
         """Return the weight of each evaluation, by step, in the value of a held-out measure; empty for others."""
-        steps = [step for step, _ in self.curve(measure.key)] if measure.is_held_out else []
+        steps = [step for step, _ in self.curve(measure.key, measure.set_name)] if measure.is_held_out else []
         if not steps:
             return {}
         if measure.summary == "auc":
@@ -193,6 +211,8 @@ class RunResult:
         their rounding errors are independent. For a tag, it is the resolution of all problems, a lower bound: the
         number of problems with the tag is not recorded.
         """
+        if self.value_step is not None:
+            return self.value_step * math.sqrt(sum(weight**2 for weight in self.weights(measure).values()))
         rate = re.fullmatch(r"eval/[^/]+(?:/[^/]+)?/(correct_rate|(pass|avg|maj)@(\d+))", measure.key)
         last = self.last_evaluations.get(measure.held_out or "", {})
         problems, samples = last.get(f"eval/{measure.held_out}/problems") or 0, last.get("samples") or 1

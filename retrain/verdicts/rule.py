@@ -9,7 +9,7 @@ and analyses. Differences are float64 [conditions, seeds] in the declared order 
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,18 @@ class Patterns:
         return largest > threshold + ZERO
 
 
+class LocationTest(Protocol):
+    """Test of supposed values of one or more estimates, whose interval ``interval_ends`` finds."""
+
+    def reach(self, conditions: Ints) -> Floats:
+        """Return how far from the estimate the search begins, float64 [rows]."""
+        ...
+
+    def excluded(self, conditions: Ints, supposed: Floats) -> Flags:
+        """Return which supposed values are rejected, bool [rows]; a row is (condition, supposed value)."""
+        ...
+
+
 @dataclass(frozen=True)
 class SignFlipTest:
     """Test of supposed differences at level ``budget``. ``earlier``: sign patterns of the interim analysis, if any."""
@@ -104,6 +116,10 @@ class SignFlipTest:
 
     def excluded(self, conditions: Ints, supposed: Floats) -> Flags:
         return self.p(conditions, supposed) <= self.budget
+
+    def reach(self, conditions: Ints) -> Floats:
+        low, high = _range(self.patterns.values[conditions])
+        return 3 * (high - low + 0.001)
 
 
 def interim_seeds(planned: int) -> int | None:
@@ -212,7 +228,7 @@ def _analyses(test: SignFlipTest, margin: float | None, *, is_final: bool) -> li
     rows = np.flatnonzero(~np.isnan(values).all(axis=1))
     typical = typical_differences(values[rows])
     p = test.p(rows, np.zeros(len(rows)))
-    ends = _ends(test, np.concatenate([rows, rows]), np.repeat([-1.0, 1.0], len(rows)), np.tile(typical, 2))
+    ends = interval_ends(test, np.concatenate([rows, rows]), np.repeat([-1.0, 1.0], len(rows)), np.tile(typical, 2))
     low, high = ends[: len(rows)], ends[len(rows) :]
     for index, row in enumerate(rows):
         has_ends = not np.isnan(low[index] + high[index])
@@ -247,12 +263,11 @@ def _outcome(analysis: Analysis, budget: float, margin: float | None) -> Outcome
     return "alike" if -margin <= low and high <= margin else "not shown"
 
 
-def _ends(test: SignFlipTest, rows: Ints, sides: Floats, typical: Floats) -> Floats:
+def interval_ends(test: LocationTest, rows: Ints, sides: Floats, typical: Floats) -> Floats:
     """Return the interval's end on one side (-1 or 1) of the typical difference, float64 [rows]: the outermost
     difference that the test does not exclude. It is found by a scan in steps, because p is not monotone. NaN if no
     difference is excluded."""
-    low, high = _range(test.patterns.values[rows])
-    reach = sides * 3 * (high - low + 0.001)
+    reach = sides * test.reach(rows)
     start = typical + reach
     inside = ~test.excluded(rows, start)
     start[inside] += 9 * reach[inside]

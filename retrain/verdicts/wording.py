@@ -9,10 +9,12 @@ from retrain.util.text import minus, p_words, percent, points
 from retrain.verdicts.declaration import EXPLORATORY, INTERIM
 from retrain.verdicts.results import Measure
 from retrain.verdicts.rule import FEWEST_PAIRS, Outcome
+from retrain.verdicts.two_sample import TwoSampleAnalysis
 
 ALIKE = "typical runs alike"
 NOT_SHOWN = "no difference shown"
 MISSING = "missing seeds could change the verdict"
+NO_ANSWERS = "cannot tell: one run for each condition and no answers to problems"
 # Name of what differs between replicates, by `[campaign] vary`
 VARIED = {
     "all": "other seeds",
@@ -20,6 +22,7 @@ VARIED = {
     "data": "other orders of the problems",
     "sampling": "other samples",
 }
+THESE_MODELS = "these two models, on problems like these; nothing about another training run"
 NAMED_RUNS = 6  # Missing runs listed by name; the rest are only counted
 
 
@@ -46,9 +49,9 @@ def verdict(condition: ConditionComparison, outcome: Outcome | None, measure: Me
 
 
 def direction(difference: float, measure: Measure) -> str:
-    if measure.higher_is_better:
-        return "better" if difference > 0 else "worse"
-    return "higher" if difference > 0 else "lower"
+    if measure.higher_is_better is None:
+        return "higher" if difference > 0 else "lower"
+    return "better" if (difference > 0) == measure.higher_is_better else "worse"
 
 
 def sentence(
@@ -66,6 +69,14 @@ def sentence(
     typical, mean = condition.typical_difference, condition.difference
     if typical is None or mean is None:
         return f"{start}{condition.verdict}."
+    text = _estimate(condition, typical, mean, measure, comparisons)
+    parts = [f"{text}, {_finding(condition, measure, margin, varied)}", *_qualifications(condition, baseline, measure)]
+    if condition.cost_ratio is not None:
+        parts.append(f"{condition.cost_ratio:.2f} times the device time per run")
+    return f"{start}{'; '.join(parts)}."
+
+
+def _estimate(condition: ConditionComparison, typical: float, mean: float, measure: Measure, comparisons: int) -> str:
     text = f"{amount(typical, measure, sign=True)} typically{brackets(condition.difference_interval, measure)}"
     text += f" (mean {number(mean, measure, sign=True)})"
     if ends := new_problems(condition, measure):
@@ -73,10 +84,84 @@ def sentence(
     if condition.p_value is not None:
         text += f", {p_words(condition.p_value)}"
         text += f" (corrected for {comparisons} comparisons)" if comparisons > 1 else ""
-    parts = [f"{text}, {_finding(condition, measure, margin, varied)}", *_qualifications(condition, baseline, measure)]
-    if condition.cost_ratio is not None:
-        parts.append(f"{condition.cost_ratio:.2f} times the device time per run")
+    return text
+
+
+def unpaired_verdict(
+    condition: ConditionComparison, baseline: ConditionComparison, analysis: TwoSampleAnalysis, measure: Measure
+) -> str:
+    """Return the verdict of a comparison of whole runs in a few words."""
+    if condition.standing in (EXPLORATORY, INTERIM):
+        return condition.standing
+    if analysis.typical is None:
+        return "cannot tell: no finished runs on both sides"
+    if analysis.outcome in ("higher", "lower"):
+        return direction(analysis.typical, measure)
+    if analysis.outcome == "not shown":
+        return NOT_SHOWN
+    if not analysis.has_enough_runs:
+        needed = f"{analysis.runs_needed} + {analysis.runs_needed} needed"
+        return f"cannot tell: {_runs(condition, baseline)}, {needed}"
+    return "cannot tell: mean and typical difference disagree"
+
+
+def unpaired_sentence(
+    condition: ConditionComparison, baseline: ConditionComparison, measure: Measure, *, comparisons: int
+) -> str:
+    start = f"{condition_name(condition.label)} − {condition_name(baseline.label)}: "
+    typical, mean = condition.typical_difference, condition.difference
+    if typical is None or mean is None:
+        return f"{start}{condition.verdict}."
+    finding = _status(condition) or f"{condition.verdict} ({population(measure)})"
+    text = f"{_estimate(condition, typical, mean, measure, comparisons)}, {_runs(condition, baseline)}, not paired"
+    return f"{start}{'; '.join([f'{text}: {finding}', *_qualifications(condition, baseline, measure)])}."
+
+
+def _runs(condition: ConditionComparison, baseline: ConditionComparison) -> str:
+    return f"{len(condition.finished)} + {len(baseline.finished)} runs"
+
+
+def models_verdict(condition: ConditionComparison, measure: Measure) -> str:
+    """Return the verdict of a comparison of two models by problem in a few words."""
+    if condition.standing in (EXPLORATORY, INTERIM):
+        return condition.standing
+    if condition.difference is None:
+        return NO_ANSWERS
+    ends = condition.difference_interval
+    if ends is None:
+        return "cannot tell: one problem"
+    if ends[0] > 0 or ends[1] < 0:
+        return f"these models: {direction(condition.difference, measure)}"
+    return NOT_SHOWN
+
+
+def models_sentence(
+    condition: ConditionComparison, baseline: str, measure: Measure, *, problems: int, comparisons: int
+) -> str:
+    start = f"{condition_name(condition.label)} − {condition_name(baseline)}: "
+    if condition.difference is None:
+        return f"{start}{NO_ANSWERS}."
+    text = f"{amount(condition.difference, measure, sign=True)}{brackets(condition.difference_interval, measure)}"
+    text += f" (corrected for {comparisons} comparisons)" if comparisons > 1 else ""
+    finding = _status(condition) or condition.verdict.removeprefix("these models: ")
+    parts = [f"{text}, {plural(problems, 'problem')}: {finding}", *_open(condition, measure), THESE_MODELS]
     return f"{start}{'; '.join(parts)}."
+
+
+def _status(condition: ConditionComparison) -> str:
+    """Return why there is no verdict yet, or none at all; "" where there is one."""
+    if condition.standing == INTERIM:
+        return f"{INTERIM}, no verdict yet"
+    if condition.standing == EXPLORATORY:
+        return f"{EXPLORATORY}, no verdict ({'; '.join(condition.standing_reasons)})"
+    return ""
+
+
+def _open(condition: ConditionComparison, measure: Measure) -> list[str]:
+    ends = condition.difference_interval
+    if condition.verdict != NOT_SHOWN or not ends:
+        return []
+    return [f"up to {amount(max(abs(end) for end in ends), measure)} stay open"]
 
 
 def _finding(condition: ConditionComparison, measure: Measure, margin: float | None, varied: str) -> str:
@@ -89,8 +174,8 @@ def _finding(condition: ConditionComparison, measure: Measure, margin: float | N
             return f"{so_far}; {MISSING}"
         finding = direction(condition.typical_difference or 0.0, measure)
         return f"{so_far}; {finding} also with the missing accuracies at 0 % or at 100 %"
-    if condition.standing == EXPLORATORY:
-        return f"{pairs}: exploratory, no verdict ({'; '.join(condition.standing_reasons)})"
+    if status := _status(condition):
+        return f"{pairs}: {status}"
     if condition.pairs < FEWEST_PAIRS:
         return f"{pairs}: cannot tell, {FEWEST_PAIRS} are needed"
     within = f" within {amount(margin or 0.0, measure)}" if condition.verdict == ALIKE else ""
@@ -102,9 +187,7 @@ def _qualifications(condition: ConditionComparison, baseline: ConditionCompariso
         f"seed {outlier.seed} {'fell' if outlier.distance < 0 else 'rose'} by {amount(abs(outlier.distance), measure)}"
         for outlier in condition.outlier_seeds
     ]
-    ends = condition.difference_interval
-    if condition.verdict == NOT_SHOWN and ends:
-        parts.append(f"up to {amount(max(abs(end) for end in ends), measure)} stay open")
+    parts += _open(condition, measure)
     if condition.verdict == ALIKE and condition.unseen_collapse_rate is not None:
         parts.append(f"none of {len(condition.finished)} + {len(baseline.finished)} runs is an outlier")
         unseen = f"collapses in up to {percent(condition.unseen_collapse_rate)} of runs would have gone unseen"

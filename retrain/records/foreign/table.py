@@ -114,6 +114,8 @@ class Format:
     config: Callable[[Path], Values] = no_config
     # Of several values of one metric and step, the latest by ``time`` counts (a resumed run wrote the step again)
     latest_counts: bool = False
+    # The condition in the rows is the name of the model, which counts only where the path names no condition
+    names_models: bool = False
 
 
 def format_of(name: str) -> Format:
@@ -142,4 +144,6 @@ class RunTable:
     has_times: bool = False
     # Settings that the tool recorded
     config: Values = field(default_factory=dict)
+    # Files that were read, and the tool that wrote them
     files: list[Path] = field(default_factory=list)
+    tool: str = ""

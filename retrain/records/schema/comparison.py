@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
 from retrain.records.schema.base import Record, Row
@@ -125,7 +125,9 @@ class SecondaryComparison(Record):
 
 @dataclass(frozen=True)
 class Comparison(Record):
-    """Every condition against the baseline, paired by seed."""
+    """Every condition against the baseline, paired by seed unless ``replicate`` or ``pairing`` is "none"."""
+
+    omitted_if_empty = ("source", "replicate", "pairing", "read")
 
     format: Annotated[int, "Version of the format: 3."]
     metric: Annotated[str, "Key of the metric that decides."]
@@ -149,3 +151,16 @@ class Comparison(Record):
         'After "no difference shown": the power of a new campaign with fresh seeds and, on a second line, its command.',
     ] = ""
     declared: Annotated[Row, "The same as in `manifest.json`."] = field(default_factory=dict)
+    source: Annotated[str, "Tools that wrote the results, and the number of files; absent for runs of retrain."] = ""
+    replicate: Annotated[
+        str, "`training`: training runs are compared; `none`: one model of each condition, by problem."
+    ] = ""
+    pairing: Annotated[str, "`seed`, or `none`: whole runs are compared, not paired."] = ""
+    read: Annotated[list[str], "What was read of other tools' results, and which runs are missing."] = field(
+        default_factory=list
+    )
+
+    def to_json(self) -> Row:
+        """Return the comparison as plain data, without the keys that only other tools' results have if empty."""
+        row = asdict(self)
+        return {key: value for key, value in row.items() if key not in self.omitted_if_empty or value}

@@ -190,7 +190,7 @@ def test_names_of_measures():
     assert Measure.parse("final:completions/mean_length").key == "completions/mean_length"
     shares = ("eval/heldout/maj@8", "eval/heldout/hard/pass@8", "mean_length")
     assert [Measure.parse(name).is_share for name in shares] == [True, True, False]
-    assert [Measure.parse(name).higher_is_better for name in ("mean_reward", "entropy")] == [True, False]
+    assert [Measure.parse(name).higher_is_better for name in ("mean_reward", "entropy")] == [True, None]
     assert area_under([(0, 0.0), (10, 1.0), (30, 1.0)]) == pytest.approx(25 / 30)
     assert area_under([(5, 1.0)]) is None
 

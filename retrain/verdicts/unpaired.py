@@ -1,0 +1,36 @@
+"""Conditions whose runs have no seeds in common, each compared with the baseline by a permutation of whole runs."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from retrain.records.schema.comparison import ConditionComparison
+from retrain.verdicts.comparison import condition_level, ends_of
+from retrain.verdicts.declaration import INTERIM, Standing
+from retrain.verdicts.results import Measure, RunResult
+from retrain.verdicts.two_sample import compare_samples
+from retrain.verdicts.wording import unpaired_sentence, unpaired_verdict
+
+
+def unpaired_conditions(
+    runs: Sequence[RunResult], labels: Sequence[str], measure: Measure, standing: Standing
+) -> list[ConditionComparison]:
+    """Return all conditions, the baseline first, with verdicts. There is no interim analysis, and no verdict "typical
+    runs alike"."""
+    baseline, *levels = (condition_level(label, runs, measure) for label in labels)
+    analyses = compare_samples([level.after_values for level in levels], baseline.after_values)
+    conditions = [replace(baseline, verdict="baseline")]
+    for level, analysis in zip(levels, analyses, strict=True):
+        status = standing.of(level.label, baseline.label, runs, [run.seed for run in runs])
+        condition = replace(
+            level,
+            difference=analysis.mean,
+            typical_difference=analysis.typical,
+            difference_interval=ends_of(analysis, measure),
+            p_value=analysis.p if analysis.has_enough_runs and status.name != INTERIM else None,
+            standing=status.name,
+            standing_reasons=status.reasons,
+        )
+        condition = replace(condition, verdict=unpaired_verdict(condition, baseline, analysis, measure))
+        text = unpaired_sentence(condition, baseline, measure, comparisons=len(levels))
+        conditions.append(replace(condition, sentence=text))
+    return conditions
