@@ -27,9 +27,9 @@ class ColumnRun(RunResult):
 
     numbers: Numbers = field(kw_only=True, repr=False)
 
-    def curve(self, key: str) -> list[tuple[int, float]]:
-        if Measure(key=key).held_out:
-            return super().curve(key)
+    def curve(self, key: str, set_name: str | None = None) -> list[tuple[int, float]]:
+        if Measure(key=key, set_name=set_name).held_out:
+            return super().curve(key, set_name)
         steps, values = points_of(self.numbers, key)
         return list(zip(steps.astype(int).tolist(), values.tolist(), strict=True))
 

@@ -1,6 +1,7 @@
 """Collect a report's data from a campaign's files: curves over seeds, distributions, answers to the same prompt."""
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from retrain.records.schema.comparison import Comparison
 from retrain.records.schema.layout import GENERATIONS
 from retrain.verdicts.pooling import compare_directories, read_source
 from retrain.verdicts.results import Measure, RunResult, first_set, value_text
+from retrain.verdicts.tables import TableComparison
 
 Point = tuple[float, float]
 Completion = Row  # A row of ``emergence/evaluations.jsonl`` or ``emergence/generations.jsonl``
@@ -81,6 +83,12 @@ def read_campaign(directory: Path) -> Campaign:
     configs = {condition_name(label): config for label, config in configs.items()}
     renamed = TypeAdapter(Comparison).validate_python(_with_condition_names(comparison, labels))
     return Campaign(directory, manifest, renamed, runs, configs)
+
+
+def campaign_of_tables(name: str, judged: TableComparison) -> Campaign:
+    """Return other tools' results for a report; ``name`` is the comparison file or the paths that were compared."""
+    manifest = {"name": name, "updated": time.time()}
+    return Campaign(Path(), manifest, judged.comparison, judged.runs, {}, foreign=judged.measure)
 
 
 def _with_condition_names(report: object, labels: Iterable[str]) -> object:

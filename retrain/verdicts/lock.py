@@ -9,16 +9,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from retrain.config.comparing import Compare, ComparisonFile, Results
 from retrain.errors import UsageError, listed
 from retrain.files import read_json, write_json
-from retrain.records.foreign.table import CORRECT, MetricFacts, RunTable
+from retrain.records.foreign.table import MetricFacts, RunTable
 from retrain.records.schema.base import Record, Row
 from retrain.verdicts.declaration import DEVIATION, Standing
-from retrain.verdicts.results import Measure
+from retrain.verdicts.table_measure import metric_facts
 
 UNDECLARED = "nothing was declared before the results"
 NAMED_RUNS, NAMED_KEYS = 6, 8
@@ -104,14 +103,10 @@ def _is_known(key: str, file: ComparisonFile, tables: Sequence[RunTable]) -> boo
     model of each condition is compared, which has no seed."""
     if key == "seeds" and file.compare.replicate == "none":
         return True
-    metric = file.compare.metric
+    _, metric = file.compare.measure
     if key not in MetricFacts._fields or metric is None:
         return key in MetricFacts._fields  # without a metric, its missing name is the fault
-    measure = Measure.parse(metric)
-    name = measure.key.rpartition("/")[2]
-    is_ours = {"higher_is_better": measure.higher_is_better, "unit": measure.is_share}
-    stated = [facts for table in tables for pattern, facts in table.facts.items() if fnmatchcase(name, pattern)]
-    return name == CORRECT or is_ours[key] or any(getattr(facts, key) is not None for facts in stated)
+    return getattr(metric_facts(metric, tables), key) is not None
 
 
 def standing_of(lock: Lock | None, file: ComparisonFile, tables: Sequence[RunTable]) -> Standing:

@@ -27,7 +27,7 @@ def table_measure(tables: Sequence[RunTable], compare: Compare) -> tuple[Measure
     summary, name = _parse(compare.metric)
     column = _column(name, tables, "" if summary == "final" else f"{summary}:")
     key = column[1] if column[0] == HELDOUT_SET else "/".join(column)
-    facts = _facts(column[1], tables)
+    facts = metric_facts(column[1], tables)
     unit = compare.unit or facts.unit
     merit = facts.higher_is_better if compare.higher_is_better is None else compare.higher_is_better
     lines = [] if unit else ['unit = "share" (values from 0 to 1) or unit = "number" (--unit)']
@@ -65,7 +65,7 @@ def _column(name: str | None, tables: Sequence[RunTable], prefix: str) -> Column
     raise UsageError(f"no run has the metric {name}: the results have {listed(near, NAMED_METRICS)}")
 
 
-def _facts(metric: str, tables: Sequence[RunTable]) -> MetricFacts:
+def metric_facts(metric: str, tables: Sequence[RunTable]) -> MetricFacts:
     """Return what files or names say about a metric; None where files contradict each other."""
     facts = [
         fact

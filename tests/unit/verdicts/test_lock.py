@@ -7,7 +7,13 @@ from retrain.errors import UsageError
 from retrain.records.foreign.table import MetricFacts, RunTable
 from retrain.verdicts.lock import declare, lock_note, lock_path, read_lock, standing_of
 
-DECLARED = {"metric": "acc", "conditions": ["grpo", "rloo"], "seeds": [1, 2], "higher_is_better": True, "unit": "share"}
+DECLARED = {
+    "metric": "style",
+    "conditions": ["grpo", "rloo"],
+    "seeds": [1, 2],
+    "higher_is_better": True,
+    "unit": "share",
+}
 RESULTS = {"path": "out/{condition}/{seed}/{step}.jsonl"}
 NOON = 1.8e9
 
@@ -106,7 +112,7 @@ def test_facts_that_are_known_need_no_key(tmp_path):
     unknown = {"higher_is_better": None, "unit": None}
     declare(tmp_path / "own.toml", comparison(metric="last3:correct_rate", **unknown), [], NOON)
     tables = runs()
-    tables[0].facts = {"acc*": MetricFacts(higher_is_better=True, unit="share")}
+    tables[0].facts = {"sty*": MetricFacts(higher_is_better=True, unit="share")}
     declare(tmp_path / "stated.toml", comparison(**unknown), tables, NOON)
     declare(tmp_path / "models.toml", comparison(replicate="none", seeds=None), [], NOON)
 
