@@ -1,0 +1,179 @@
+"""Tables are the user's own: no tool's version matters. Parquet files are written by pyarrow."""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from retrain.errors import MissingExtra, UsageError
+from retrain.records.foreign.table import CORRECT, Request, ResultRow, format_of
+
+Reader = Callable[..., list[ResultRow]]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Reader:
+    def read(content: str | bytes, name: str = "results.csv", request: Request | None = None) -> list[ResultRow]:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return list(format_of("table").rows(path, request or Request()))
+
+    return read
+
+
+def parquet(path: Path, columns: Mapping[str, object], row_group_size: int = 1 << 20) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    write_table(pyarrow.table(columns), path, row_group_size=row_group_size)
+    return path
+
+
+def test_long_table_has_the_fields_of_a_result(read: Reader):
+    content = (
+        "condition,run,seed,state,step,set,metric,value,problem,sample,time\n"
+        "grpo,g1,1,done,20,math,acc,0.5,p7,2,2026-11-28T10:00:00Z\n"
+    )
+
+    rows = read(content)
+
+    assert rows == [ResultRow("acc", 0.5, 20, "math", "p7", 2, "grpo", "g1", 1, "done", 1795860000.0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("results.csv", "condition,seed,step,metric,value\ngrpo,1,20,acc,0.5\n"),
+        ("results.csv", '\ufeff"condition";"seed";"step";"metric, name";"metric";"value"\ngrpo;1;20;x;acc;0.5\n'),
+        ("results.tsv", "condition\tseed\tstep\tmetric\tvalue\ngrpo\t1\t20\tacc\t0.5\n"),
+        ("results.jsonl", '{"condition": "grpo", "seed": 1, "step": 20, "metric": "acc", "value": 0.5}\n'),
+    ],
+)
+def test_formats_of_text_yield_the_same_rows(read: Reader, name: str, content: str):
+    rows = read(content, name)
+
+    assert [row._replace(line=0) for row in rows] == [ResultRow("acc", 0.5, 20, condition="grpo", seed=1)]
+
+
+def test_correct_column_is_the_metric_of_answers_that_are_right_or_wrong(read: Reader):
+    rows = read('{"problem": 7, "correct": true}\n{"problem": 8, "correct": 0}\n{"problem": 9}\n', "answers.jsonl")
+
+    assert [(row.metric, row.problem, row.value) for row in rows] == [
+        (CORRECT, "7", 1.0),
+        (CORRECT, "8", 0.0),
+        (CORRECT, "9", None),
+    ]
+
+
+def test_column_named_by_the_metric_is_the_value(read: Reader):
+    content = "condition,seed,step,loss,acc\ngrpo,1,0,0.9,0.25\ngrpo,1,10,0.8,\ngrpo,1,20,0.7,nan\n"
+
+    rows = read(content, request=Request("acc"))
+
+    assert [(row.metric, row.step, row.value) for row in rows] == [("acc", 0, 0.25), ("acc", 20, None)]
+
+
+def test_mapped_columns_and_filter(read: Reader):
+    content = "method,split,epoch,acc\ngrpo,train,1,0.9\ngrpo,test,1,0.5\nrloo,test,2,0.6\n"
+    columns = {"condition": "method", "step": "epoch", "value": "acc"}
+
+    rows = read(content, request=Request(columns=columns, where={"split": "test", "epoch": 1}))
+
+    assert rows == [ResultRow("acc", 0.5, 1, condition="grpo", line=3)]
+
+
+def test_other_metrics_are_left_out(read: Reader):
+    rows = read("metric,value\nacc,0.5\nloss,n/a\n", request=Request("acc"))
+
+    assert [(row.metric, row.value) for row in rows] == [("acc", 0.5)]
+
+
+@pytest.mark.parametrize("text", ["", "NaN", "null"])
+def test_missing_value_is_none(read: Reader, text: str):
+    rows = read(f"metric,value\nacc,{text}\n")
+
+    assert rows == [ResultRow("acc", None, line=2)]
+
+
+def test_times_that_are_no_dates_are_none_and_milliseconds_are_refused(read: Reader):
+    elapsed = read("metric,value,time\nacc,0.5,12.5\nacc,0.5,1795860000\n")
+
+    assert [row.time for row in elapsed] == [None, 1795860000.0]
+    with pytest.raises(UsageError, match=r'results\.csv:2  column "time" holds "1795860000000", which is no time'):
+        read("metric,value,time\nacc,0.5,1795860000000\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("r.csv", 'metric,note,value\nacc,"two\nlines",1\nacc,,n/a\n', 'r.csv:4  column "value" holds "n/a", which is'),
+        ("r.csv", "metric,value,seed\nacc,1,1.5\n", 'r.csv:2  column "seed" holds "1.5", which is no whole number'),
+        ("r.csv", "metric,value\nacc,inf\n", 'r.csv:2  column "value" holds "inf", which is not finite'),
+        ("r.csv", "metric,value\nacc,1,2\n", "r.csv:2  has 3 values, and the first line names 2 columns"),
+        ("r.csv", "metric,value,state\nacc,1,ok\n", 'r.csv:2  column "state" holds "ok", which is no state: done, fin'),
+        ("r.csv", "method,acc\ngrpo,1\n", 'has no column "value"; it has method, acc. Name the right one under [[res'),
+        ("r.csv", b"metric,value\nacc,\xff\n", "r.csv:2  is not UTF-8 (byte 5 of the line)"),
+        ("r.csv", "", 'has no column "value"; it has none'),
+        ("r.jsonl", '{"value": 1, "metric": "acc"}\n\n{"value": \n', "r.jsonl:3  is not JSON: Expecting value"),
+        ("r.jsonl", "[1]\n", "r.jsonl:1  is not an object"),
+        ("r.jsonl", '{"value": [1], "metric": "acc"}\n', 'r.jsonl:1  column "value" holds "[1]", which is no number'),
+        ("r.parquet", "metric,value\n", "r.parquet cannot be read as Parquet"),
+    ],
+)
+def test_bad_content_is_refused_with_its_line(read: Reader, name: str, content: str, message: str):
+    with pytest.raises(UsageError) as caught:
+        read(content, name)
+
+    assert message in str(caught.value)
+
+
+def test_missing_column_is_refused_with_the_line_to_type(read: Reader):
+    with pytest.raises(UsageError) as caught:
+        read("method,value\ngrpo,1\n", request=Request(columns={"condition": "algorithm"}))
+
+    assert 'has no column "algorithm"; it has method, value' in str(caught.value)
+    assert 'such as columns = { condition = "method" }' in str(caught.value)
+
+
+def test_parquet_reads_the_ends_of_each_run_alone(tmp_path: Path):
+    steps = [0, 10, 20, 30, 0, 10]
+    columns = {
+        "condition": ["grpo"] * 4 + ["rloo"] * 2,
+        "seed": [1.0, 1.0, 1.0, 1.0, None, None],
+        "step": steps,
+        "metric": ["acc"] * 6,
+        "value": [0.1, float("nan"), 0.3, 0.4, 0.5, 0.6],
+        "problem": [7] * 6,
+        "split": ["test"] * 3 + ["train"] + ["test"] * 2,
+    }
+    path = parquet(tmp_path / "r.parquet", columns, row_group_size=2)
+    rows = format_of("table").rows
+
+    ends = list(rows(path, Request("acc", "ends", where={"split": "test"})))
+    last = list(rows(path, Request("acc", "last3")))
+
+    assert [(row.condition, row.seed, row.step, row.value, row.line) for row in ends] == [
+        ("grpo", 1, 0, 0.1, 1),
+        ("grpo", 1, 20, 0.3, 3),
+        ("rloo", None, 0, 0.5, 5),
+        ("rloo", None, 10, 0.6, 6),
+    ]
+    assert [row.step for row in last] == steps
+    assert {row.problem for row in last} == {"7"}
+    assert list(rows(path, Request("loss"))) == []
+
+
+def test_parquet_ends_of_a_wide_table_are_steps_with_a_value(tmp_path: Path):
+    path = parquet(tmp_path / "r.parquet", {"step": [0, 10, 20, 30], "acc": [None, 0.2, 0.3, None]})
+
+    rows = list(format_of("table").rows(path, Request("acc", "ends")))
+
+    assert [(row.step, row.value) for row in rows] == [(10, 0.2), (20, 0.3)]
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+
+    with pytest.raises(MissingExtra, match=r"needs the package pyarrow: pip install '\.\[data\]'"):
+        list(format_of("table").rows(tmp_path / "r.parquet", Request()))
