@@ -95,7 +95,7 @@ class _Results:
             "equivalence_margin": margin,
         }
         known = {key: value for key, value in compare.items() if value is not None}
-        return {"compare": known, "results": [{"path": path}]}
+        return {"compare": known, "results": [{"path": path, "format": "table"}]}
 
     def rows(self) -> Iterator[Mapping[str, object]]:
         for run in self.source.runs:
@@ -120,14 +120,15 @@ class _Results:
 
     def _answers(self, run: RunResult) -> Iterator[Row]:
         """Yield the graded answers of the evaluations on which the deciding metric depends, and of the first; none if
-        the metric is not their accuracy or differs from it."""
-        if self.deciding != ACCURACY or problem_scores(run, self.measure) is None:
+        the metric is not the accuracy, of all problems or those with a tag, or differs from that of the answers."""
+        tag, _, metric = self.deciding.rpartition("/")
+        if metric != ACCURACY or problem_scores(run, self.measure) is None:
             return
         steps, times = {0, *run.weights(self.measure)}, _Times(run)
         for row in held_out_completions(run.path, self.measure.held_out):
-            if row["step"] in steps:
+            if row["step"] in steps and (not tag or tag in row["tags"]):
                 yield {
-                    "step": row["step"], "set": row["name"], "metric": ACCURACY, "value": int(row["correct"]),
+                    "step": row["step"], "set": row["name"], "metric": self.deciding, "value": int(row["correct"]),
                     "problem": row["problem_id"], "sample": row["sample"], "time": times(row["step"]),
                 }  # fmt: skip
 
@@ -187,6 +188,6 @@ def _csv_text(results: _Results) -> str:
 
 def _toml_text(directory: Path, target: Path, declared: Values) -> str:
     command = shlex.join(["retrain", "compare", str(directory), "--export", str(target)])
-    lines = [f"# Written by: {printable(command)}", document({"compare": declared["compare"]})]
-    lines += ["[[results]]", f"path = {toml(declared['results'][0]['path'])}"]
-    return "\n".join(lines) + "\n"
+    results = [f"{key} = {toml(value)}" for key, value in declared["results"][0].items()]
+    compare = document({"compare": declared["compare"]})
+    return "\n".join([f"# Written by: {printable(command)}", compare, "[[results]]", *results]) + "\n"

@@ -1,15 +1,23 @@
 import csv
+import json
 from pathlib import Path
 
 import pytest
 import tomli
+from helpers.campaigns import ROOT
 from helpers.records import BASE, Played, campaign, shifted
 
+from retrain.config.campaign import condition_name
+from retrain.config.comparing import ComparisonFile
 from retrain.errors import UsageError
 from retrain.files import append_jsonl, read_json, read_jsonl, write_json
+from retrain.records.foreign.collect import collect
+from retrain.records.schema.base import Row
 from retrain.verdicts.export import export
-from retrain.verdicts.lock import Lock
+from retrain.verdicts.lock import Lock, read_lock, standing_of
+from retrain.verdicts.pooling import compare_directories
 from retrain.verdicts.results import METRIC
+from retrain.verdicts.tables import compare_tables
 
 CREATED = 1.7e9
 HIGHER = shifted(0.03, noise=0.01)
@@ -23,7 +31,7 @@ def answered(folder: Path, results, **settings) -> Path:
             right = round(100 * row[METRIC])
             append_jsonl(run / "emergence/evaluations.jsonl", [
                 {"step": row["step"], "name": "heldout", "problem_id": f"p{i % 50}", "sample": i // 50,
-                 "correct": i < right, "num_tokens": 30}
+                 "correct": i < right, "num_tokens": 30, "tags": ["hard"]}
                 for i in range(100)
             ])  # fmt: skip
     write_json(folder / "manifest.json", read_json(folder / "manifest.json") | {"created": CREATED, "name": "c"})
@@ -65,7 +73,7 @@ def test_the_declaration_is_that_of_the_campaign(tmp_path):
     out = answered(tmp_path / "c", {"a+none": BASE, "b+none": HIGHER}, config=settings)
     export(out, tmp_path / "t.csv")
     file = tomli.loads((tmp_path / "t.toml").read_text())
-    assert file["results"] == [{"path": "t.csv"}]
+    assert file["results"] == [{"path": "t.csv", "format": "table"}]
     assert file["compare"] == {
         "metric": "last3:correct_rate", "higher_is_better": True, "unit": "share", "baseline": "a",
         "conditions": ["a", "b"], "seeds": [1, 2, 3, 4, 5, 6, 7, 8], "equivalence_margin": 0.02,
@@ -116,6 +124,57 @@ def test_the_interim_analysis_is_named_as_a_loss(tmp_path):
     played.manifest.files.flush()
     lines = export(tmp_path / "out", tmp_path / "t.csv")
     assert lines[-1] == "note: the table is judged without the campaign's interim analysis"
+
+
+def judged(path: Path) -> Row:
+    """The comparison of a file, as ``retrain compare FILE.toml`` makes it."""
+    file = ComparisonFile.model_validate(tomli.loads(path.read_text()))
+    tables = collect(file.results, file.compare, path.parent)
+    return compare_tables(tables, file.compare, standing_of(read_lock(path), file, tables))
+
+
+def rounded(condition: Row) -> Row:
+    text = json.dumps({key: condition[key] for key in SAME})
+    return json.loads(text, parse_float=lambda number: round(float(number), 9))
+
+
+SAME = ("verdict", "standing", "after_values", "before", "interval", "differences", "typical_difference",
+        "difference_interval", "difference_new_problems", "p_value", "finished", "iqm")  # fmt: skip
+
+
+@pytest.mark.parametrize(("results", "campaign_keys", "states", "verdict"), [
+    ({"a+none": BASE, "b+none": HIGHER}, {}, {}, "better"),
+    ({"b+none": HIGHER, "a+none": BASE}, {}, {}, "worse"),
+    ({"a": BASE, "b": BASE}, {"equivalence_margin": 0.02}, {}, "typical runs alike"),
+    ({"a": BASE, "b": HIGHER, "c": shifted(0.05, 0.01)}, {"primary_metric": "auc"}, {}, "better"),
+    ({"a": BASE, "b": HIGHER}, {"primary_metric": "final:mean_length"}, {}, "no difference shown"),
+    ({"a": BASE, "b": HIGHER}, {"primary_metric": "final:hard/correct_rate"}, {}, "better"),
+    ({"a": BASE, "b": HIGHER}, {}, {"b_s2": "failed"}, "interim: 7 of 8 pairs"),
+    ({"a": BASE[:5], "b": HIGHER[:5]}, {}, {}, "cannot tell: 5 pairs of seeds, 6 needed"),
+])  # fmt: skip
+def test_table_and_directory_have_the_same_verdict(tmp_path, results, campaign_keys, states, verdict):
+    out = answered(tmp_path / "c", results, config={"campaign": campaign_keys}, states=states)
+    export(out, tmp_path / "t.csv")
+    from_directory, from_table = compare_directories([out]), judged(tmp_path / "t.toml")
+    assert from_table["conditions"][1]["verdict"] == verdict
+    for expected, condition in zip(from_directory["conditions"], from_table["conditions"], strict=True):
+        assert condition_name(expected["label"]) == condition["label"]
+        assert rounded(condition) == rounded(expected)
+    (tmp_path / "t.toml.lock").unlink()
+    exploratory = judged(tmp_path / "t.toml")["conditions"][1]
+    assert exploratory["standing"] == "exploratory"
+    assert exploratory["difference_interval"] == from_table["conditions"][1]["difference_interval"]
+
+
+def test_the_example_of_the_documentation():
+    path = ROOT / "docs/examples/results.toml"
+    baseline, condition = judged(path)["conditions"]
+    assert (baseline["label"], condition["label"]) == ("grpo", "maxrl+gtpo_sepa")
+    assert (condition["verdict"], condition["standing"], condition["p_value"]) == ("worse", "declared", 0.03125)
+    assert condition["difference"] == pytest.approx(-0.1283, abs=1e-4)
+    assert condition["difference_interval"] == pytest.approx([-0.23, -0.05], abs=1e-6)
+    assert (baseline["after_mean"], condition["after_mean"]) == pytest.approx((0.823, 0.695), abs=1e-3)
+    assert path.with_suffix(".csv").stat().st_size < 300_000
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.toml", "t.toml.lock"])
