@@ -67,10 +67,11 @@ def write_csv(path: Path, runs: int) -> None:
 
 
 def read(path: Path) -> None:
-    from retrain.records.foreign.table import Request, format_of
+    from retrain.config.comparing import Compare, Results
+    from retrain.records.foreign.collect import collect
 
-    count = sum(1 for _ in format_of("table").rows(path, Request("acc", "ends")))
-    print(f"{count:,} rows read")
+    tables = collect([Results(path=str(path), format="table")], Compare(metric="acc"), Path())
+    print(f"{len(tables):,} runs collected")
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ COMMANDS = {
         "probe:probe": "Compare the updates of all conditions on the same rollouts.",
         "status:status": "Show runs: state, steps, reward and held-out accuracy.",
         "ui:ui": "Show campaigns and runs on a local web page, live.",
-        "look:compare": "Compare conditions over seeds: paired differences, confidence intervals, verdicts.",
+        "compare:compare": "Compare conditions over seeds: paired differences, confidence intervals, verdicts.",
         "look:report": "Write the HTML report of a campaign or run.",
         "adapters:sample": "Sample from an adapter and its base, side by side.",
     },

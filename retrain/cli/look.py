@@ -1,25 +1,18 @@
-"""``check``, ``report`` and ``compare``: commands that read and print, and never import torch."""
+"""``check`` and ``report``: commands that read and print, and never import torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from retrain.campaign.planning import references
 from retrain.campaign.planning.plan import Plan
-from retrain.cli.arguments import (
-    AS_JSON,
-    FILE,
-    RUN_DIRECTORY,
-    SETS,
-    argument,
-    option,
-    output_path,
-    read,
-    require_directory,
-)
-from retrain.cli.output import print_comparison, print_report
+from retrain.cli.arguments import FILE, RUN_DIRECTORY, SETS, option, output_path, read, require_directory
+from retrain.config.comparing import is_comparison_file, load_comparison
 from retrain.errors import plural
+from retrain.records.foreign.collect import collect
 from retrain.verdicts.design import verdict_lines
-from retrain.verdicts.pooling import compare_directories
+from retrain.verdicts.lock import lock_path
 from retrain.verdicts.report import write_report
+from retrain.verdicts.table_measure import table_measure
 
 
 def check(file: Path = FILE, sets: list[str] | None = SETS) -> None:
@@ -27,10 +20,25 @@ def check(file: Path = FILE, sets: list[str] | None = SETS) -> None:
 
     Exit status 2 if there is any.
     """
+    if is_comparison_file(file):
+        _check_comparison(file, sets)
+        return
     plan = references.check(Plan.of(read(file, sets)), places=False)
     print(f"{file}: fine, {plural(len(plan.specs), 'run')}")
     for line in verdict_lines(plan.specs, None, None, plan.directory):
         print(f"  {line}")
+
+
+def _check_comparison(path: Path, sets: Sequence[str] | None) -> None:
+    file = load_comparison(path, sets or ())
+    tables = collect(file.results, file.compare, path.parent, allow_missing=lock_path(path).is_file())
+    if not tables:
+        print(f"{path}: fine, and there are no results yet")
+        return
+    conditions = plural(len({table.condition for table in tables}), "condition")
+    tools = " and ".join(sorted({table.tool for table in tables if table.tool}))
+    measure, _ = table_measure(tables, file.compare)
+    print(f"{path}: fine, {plural(len(tables), 'run')} of {conditions}, metric {measure.name} of {tools}")
 
 
 def report(
@@ -43,25 +51,3 @@ def report(
     """
     require_directory(directory)
     print(write_report(directory, out))
-
-
-def compare(
-    directories: list[Path] = argument("DIR", "Directories of campaigns or runs."),
-    metric: str | None = option(
-        "--metric METRIC",
-        "final, last3 or auc, a metric's key, or auc:KEY; short for held-out ones, as in pass@4. Without it "
-        "what the campaign declared.",
-    ),
-    baseline: str | None = option(
-        "--baseline LABEL", "Condition that the others are compared with; without it the first."
-    ),
-    as_json: bool = AS_JSON,
-) -> None:
-    """Compare conditions over seeds: paired differences, confidence intervals, verdicts.
-
-    Runs of several directories are pooled by condition. Only finished runs count; all others are named.
-    """
-    for directory in directories:
-        require_directory(directory)
-    report = compare_directories(directories, metric=metric, baseline=baseline)
-    print_report(report, as_json, lambda report: print_comparison(report, secondary=True))

@@ -163,14 +163,18 @@ def comparison_table(report: Values, width: int = WIDE) -> RenderableType:
         rows.append([Text(cells[heading], styles.get(heading, "")) for heading in headings])
     lines = [Text(visible(condition["sentence"])) for condition in report["conditions"] if condition["sentence"]]
     power, _, command = report["follow_up"].partition("\n")
-    lines += [Text(line, "dim") for line in (_costs(report), visible(report["note"]), visible(power)) if line]
+    lines += [Text(line, "dim") for line in (_measured(report), visible(report["note"]), visible(power)) if line]
     if command:
         lines.append(Text(visible(command), "dim", no_wrap=True, overflow="ignore"))  # to be copied
     view = table(headings, rows, ("condition", "verdict"), 2 if width >= WIDE else 1)
-    return Group(Text(_comparison_title(report), "bold"), view, *lines)
+    read = [Text(visible(line), "dim") for line in report.get("read", ())]
+    return Group(*read, Text(_comparison_title(report), "bold"), view, *lines)
 
 
-def _costs(report: Values) -> str:
+def _measured(report: Values) -> str:
+    """Return a line with the metric, and the costs of the runs or the files of other tools."""
+    if report.get("source"):
+        return f"metric {visible(report['metric'])} ({report['summary']}); {visible(report['source'])}"
     tokens = sum(condition["tokens"] for condition in report["conditions"])
     seconds = sum(condition["seconds"] for condition in report["conditions"])
     return (

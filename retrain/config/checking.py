@@ -121,11 +121,12 @@ def examine(data: dict[str, Any], locations: KeyLocations, wrong: Iterable[Mista
     else:
         _examine_single(review, config)
     if review.wrong:
-        raise ConfigError(_problems(review.wrong, locations))
-    return config, [str(problem) for problem in _problems(review.warnings, locations)]
+        raise ConfigError(located(review.wrong, locations))
+    return config, [str(problem) for problem in located(review.warnings, locations)]
 
 
-def _problems(wrong: Iterable[Mistake], locations: KeyLocations) -> list[ConfigProblem]:
+def located(wrong: Iterable[Mistake], locations: KeyLocations) -> list[ConfigProblem]:
+    """Return the mistakes with their locations, in the order of the file."""
     ordered = sorted(dict.fromkeys(wrong), key=lambda mistake: locations.find(mistake.path)[0])
     return [ConfigProblem(locations.find(item.path)[1], item.key, item.message, item.fix) for item in ordered]
 

@@ -1,10 +1,20 @@
 """``[compare]`` and ``[[results]]``: what ``retrain compare`` reads of other tools, and how it is judged."""
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from retrain.config.base import INT_MAX, Role, Section
+from retrain.config.checking import KeyLocations, located
+from retrain.config.describe import kind, show
+from retrain.config.loading import apply_sets, key_lines, read_toml
+from retrain.config.problems import Mistake, nearest, wrong_value
+from retrain.config.root import fields_of
+from retrain.errors import ConfigError
 
 Pairing = Literal["seed", "none"]
 Replicate = Literal["training", "none"]
@@ -66,3 +76,55 @@ class Results(Section, role=Role.NAMES):
 class ComparisonFile(Section, role=Role.EVALUATES):
     compare: Compare = Compare()
     results: Annotated[list[Results], Field(min_length=1)]
+
+
+def is_comparison_file(path: FilePath) -> bool:
+    """Return whether a file is TOML with [compare] or [[results]], also if it has mistakes."""
+    if path.suffix != ".toml" or not path.is_file():
+        return False
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    return re.search(r"^\s*\[\[?\s*(compare|results)\s*\]", text, re.MULTILINE) is not None
+
+
+def load_comparison(path: FilePath, sets: Sequence[str] = ()) -> ComparisonFile:
+    """Read a comparison file and apply ``section.key=value`` settings. Raises ConfigError with every mistake."""
+    text, data = read_toml(path)
+    return parse_comparison(data, KeyLocations(path.name, key_lines(text)), sets)
+
+
+def parse_comparison(data: dict[str, Any], locations: KeyLocations, sets: Sequence[str] = ()) -> ComparisonFile:
+    """Return the comparison in plain data. Raises ConfigError with every mistake."""
+    wrong = apply_sets(data, sets, locations)
+    try:
+        file = ComparisonFile.model_validate(data)
+    except ValidationError as error:
+        wrong += [_mistake(details, data) for details in error.errors(include_url=False)]
+        file = None
+    if wrong or file is None:
+        raise ConfigError(located({mistake.path: mistake for mistake in reversed(wrong)}.values(), locations))
+    return file
+
+
+def _mistake(details: ErrorDetails, data: Mapping[str, Any]) -> Mistake:
+    section, *below = location = details["loc"]
+    is_list = section == "results"
+    table = "[[results]]" if is_list else "[compare]"
+    path, inside = tuple(location[: 2 + is_list]), tuple(location[2 + is_list :])
+    if section not in ComparisonFile.model_fields:
+        return Mistake(path, "is no section of a comparison file", "the sections are [compare] and [[results]]")
+    if (details["type"] == "missing" and not below) or details["type"] == "too_short":
+        return Mistake(("results",), "is missing", '[[results]] and below it path = "outputs/{condition}/seed{seed}"')
+    if len(path) < 2 + is_list:
+        value = details["input"]
+        must = "a list of tables" if is_list and not below else "a table"
+        return Mistake(path, f"is {show(value)}, {kind(value)}, but must be {must}", table)
+    fields = fields_of(Results if is_list else Compare)
+    key = str(path[-1])
+    if details["type"] == "extra_forbidden":
+        return Mistake(path, f"is not a key of {table}", nearest(key, fields, details["input"]))
+    if details["type"] == "missing":
+        return Mistake(path, "is missing", f'{key} = "outputs/{{condition}}/seed{{seed}}"')
+    value: Any = data
+    for part in path:
+        value = value[part]
+    return wrong_value(path, fields[key], value, inside)

@@ -63,13 +63,9 @@ def load(path: FilePath | str, sets: Sequence[str] = ()) -> LoadedConfig:
     Raises UsageError when there is no such file, and ConfigError with every mistake, ordered by line.
     """
     path = FilePath(path)
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-    text, data = _parse(raw, path.name)
+    text, data = read_toml(path)
     locations = KeyLocations(path.name, key_lines(text))
-    wrong = _apply_sets(data, sets, locations, is_file=True)
+    wrong = apply_sets(data, sets, locations, is_file=True)
     _resolve_paths(data, path)
     config, warnings = examine(data, locations, wrong)
     if config.logging.log_dir is None:
@@ -82,13 +78,18 @@ def parse_dict(data: Mapping[str, object], sets: Sequence[str] = ()) -> Config:
     """Return the configuration in plain data such as ``config.to_dict()``, with ``section.key=value`` settings applied.
     Raises ConfigError with every mistake."""
     changed, locations = deepcopy(dict(data)), KeyLocations("config")
-    wrong = _apply_sets(changed, sets, locations)
+    wrong = apply_sets(changed, sets, locations)
     return examine(changed, locations, wrong)[0]
 
 
-def _parse(raw: bytes, name: str) -> tuple[str, dict[str, object]]:
-    """Return text and data of a TOML file. Raises ConfigError with the line of a syntax error."""
-    text = ""
+def read_toml(path: FilePath) -> tuple[str, dict[str, object]]:
+    """Return text and data of a TOML file. Raises UsageError when there is no such file, and ConfigError with the line
+    of a syntax error."""
+    text, name = "", path.name
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     try:
         text = raw.decode("utf-8-sig")
         return text, tomli.loads(text)
@@ -127,7 +128,7 @@ def _syntax_problem(message: str, text: str, name: str) -> ConfigProblem:
     return ConfigProblem(f"{name}:{number}", "syntax", f"is not TOML: {reason[:1].lower()}{reason[1:]}{where}", fix)
 
 
-def _apply_sets(
+def apply_sets(
     data: dict[str, object], sets: Iterable[str], locations: KeyLocations, *, is_file: bool = False
 ) -> list[Mistake]:
     """Merge ``section.key=value`` settings into ``data`` and return the malformed ones.

@@ -158,8 +158,9 @@ def layout_of(path: Path, names: Iterable[str], request: Request) -> Layout:
         raise UsageError(f'{path}: columns has no "{unknown}"; it has {", ".join(FIELDS)}')
     columns = {field: field for field in FIELDS if field in names} | dict(request.columns)
     is_long = "value" in request.columns or {"metric", "value"} <= columns.keys()
-    if request.metric in names and not is_long:
-        columns["value"] = str(request.metric)
+    wide = request.column or request.metric
+    if wide in names and not is_long:
+        columns["value"] = str(wide)
         columns.pop("metric", None)
     elif CORRECT in names:
         columns.setdefault("value", CORRECT)
@@ -182,6 +183,6 @@ def matches(wanted: object, raw: object) -> bool:
     if isinstance(wanted, str):
         return as_text(raw) == wanted
     try:
-        return as_number(raw) == as_number(wanted)
+        return (as_number(raw) if isinstance(wanted, bool | float) else as_integer(raw)) == wanted
     except ValueError:
         return False

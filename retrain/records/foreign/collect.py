@@ -43,7 +43,9 @@ class _Run:
     table: RunTable
     # File, directory or pattern in which it was found
     origin: str
+    # Steps whose answers are kept, and the step at which the run must end
     steps: Steps
+    end: int | None
     states: set[RunState] = field(default_factory=set)
     # Times of the values in formats in which the latest value counts
     times: dict[Place, float] = field(default_factory=dict)
@@ -78,7 +80,7 @@ class _Run:
         """Return the grades of the place's problem, with room for its sample; None if its step is not needed."""
         steps = self.table.answers.setdefault(key, {})
         if place.step not in steps:
-            needed = needed_steps((*steps, place.step), self.steps)
+            needed = needed_steps((*steps, place.step), self.steps, self.end)
             if place.step not in needed:
                 return None
             for step in steps.keys() - needed:
@@ -114,9 +116,8 @@ def collect(results: Sequence[Results], compare: Compare, base: Path, *, allow_m
     """Return a table for each run, sorted by condition and seed, with the values of the deciding metric.
 
     ``base``: directory to which the paths of ``results`` are relative. All tables have one set and one metric. Answers
-    are kept at the steps that the metric needs; everything after ``compare.steps`` is left out. Raises UsageError for
-    paths that match nothing (not with ``allow_missing``), unknown formats, contradictions, and a metric that is missing
-    or ambiguous.
+    are kept at the steps that the metric needs. Raises UsageError for paths that match nothing (not with
+    ``allow_missing``), unknown formats, contradictions, and a metric that is missing or ambiguous.
     """
     sources: list[RunFiles] = []
     for entry in results:
@@ -187,8 +188,6 @@ class _Collector:
             )
 
     def _is_needed(self, place: Place) -> bool:
-        if self.compare.steps is not None and place.step > self.compare.steps:
-            return False
         return self.metric is None or self.metric in (place.metric, f"{place.set}/{place.metric}")
 
     def _opened(self, files: RunFiles) -> tuple[list[tuple[Format, ResultFile]], bool]:
@@ -204,20 +203,20 @@ class _Collector:
 
     def _at_needed_steps(self, files: Sequence[ResultFile]) -> list[ResultFile]:
         """Leave out files whose path names a step that is not needed."""
-        last, steps = self.compare.steps, dict[str | None, set[int]]()
+        steps: dict[str | None, set[int]] = {}
         for file in files:
-            if file.step is not None and (last is None or file.step <= last):
+            if file.step is not None:
                 steps.setdefault(file.set, set()).add(file.step)
-        needed = {name: needed_steps(of_set, self.steps) for name, of_set in steps.items()}
+        needed = {name: needed_steps(of_set, self.steps, self.compare.steps) for name, of_set in steps.items()}
         return [file for file in files if file.step is None or file.step in needed.get(file.set, ())]
 
     def _rows(
         self, files: RunFiles, form: Format, file: ResultFile, config: Values
     ) -> Iterator[tuple[Place, ResultRow]]:
         """Yield the rows of a file with their places."""
-        steps: Steps = "all" if self.compare.steps is not None else self.steps  # the last step is unknown to the reader
         metric = None if self.metric and "/" in self.metric else self.metric  # a slash may divide set and metric
-        request = Request(metric, steps, files.entry.columns, files.entry.where)
+        columns, where = files.entry.columns, files.entry.where
+        request = Request(metric, self.steps, self.compare.steps, self.metric, columns, where)
         names, key = None, None
         for row in form.rows(file.path, request):
             if key is None or names != (row.condition, row.seed, row.run):
@@ -260,7 +259,8 @@ class _Collector:
         condition, seed, _ = key
         run = files.run or row.run
         name = run or (condition if seed is None else f"{condition} seed {seed}")
-        known = self.runs.setdefault(key, _Run(RunTable(condition, seed, name), files.origin, self.steps))
+        end = self.compare.steps
+        known = self.runs.setdefault(key, _Run(RunTable(condition, seed, name), files.origin, self.steps, end))
         if known.origin != files.origin or known.table.name != name:
             same = known.origin == files.origin
             places = (known.table.name, f"{name} in {files.origin}") if same else (known.origin, files.origin)
@@ -295,10 +295,14 @@ class _Collector:
         raise UsageError(f"no file has the metric {wanted}; type --metric {' or --metric '.join(close)}")
 
 
-def needed_steps(steps: Iterable[int], keep: Steps) -> set[int]:
-    """Return the first step and the last or the last three, or all."""
+def needed_steps(steps: Iterable[int], keep: Steps, end: int | None) -> set[int]:
+    """Return the first step and the last or the last three, or all. With ``end``, the last ones up to it also count."""
     ordered = sorted(set(steps))
-    return set(ordered if keep == "all" else [*ordered[:1], *ordered[-1 if keep == "ends" else -3 :]])
+    if keep == "all":
+        return set(ordered)
+    number = 1 if keep == "ends" else 3
+    until_end = [step for step in ordered if end is None or step <= end]
+    return {*ordered[:1], *until_end[-number:], ordered[-1]}
 
 
 def agreed(field: str, of_path: Name | None, of_row: Name | None, path: Path, row: ResultRow) -> Name | None:

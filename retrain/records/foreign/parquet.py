@@ -4,6 +4,7 @@ If a request needs the first and last steps alone, they are found first, from th
 metrics apart, and then only these rows are read.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from retrain.errors import UsageError
 from retrain.extras import missing
 from retrain.records.foreign.cells import Batch, Layout, as_integer, layout_of, matches
-from retrain.records.foreign.table import Request, Steps
+from retrain.records.foreign.table import Request
 
 if TYPE_CHECKING:
     import pyarrow
@@ -37,7 +38,11 @@ def parquet_batches(path: Path, request: Request) -> Iterator[Batch]:
         raise missing(f"reading {path}", "pyarrow") from None
     try:
         schema = read_schema(path)
-        texts = [column.name for column in schema if pyarrow.types.is_string(column.type)]
+        texts = [
+            column.name
+            for column in schema
+            if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+        ]
         with ParquetFile(path, read_dictionary=texts) as file:
             yield from _batches(file, request, layout_of(path, schema.names, request))
     except (pyarrow.ArrowException, OSError) as error:
@@ -60,9 +65,10 @@ def _batches(file: "ParquetFile", request: Request, layout: Layout) -> Iterator[
     import pyarrow
 
     columns = layout.columns
-    step = [columns["step"]] if "step" in columns and request.steps != "all" else []
+    is_large = "problem" in columns or not layout.is_wide  # a wide table without problems has gaps, but few rows
+    step = [columns["step"]] if "step" in columns and request.steps != "all" and is_large else []
     keys = _Keys([columns[field] for field in GROUP if field in columns], step, list(request.where))
-    in_groups = [_combinations_in(file, group, keys, layout) for group in range(file.num_row_groups)]
+    in_groups = [_combinations_in(file, group, keys.names) for group in range(file.num_row_groups)]
     wanted = _wanted(set().union(*in_groups), keys, request, layout)
     names = list(dict.fromkeys([*columns.values(), *keys.names]))
     begin = 1
@@ -80,14 +86,11 @@ def _batches(file: "ParquetFile", request: Request, layout: Layout) -> Iterator[
     yield [], {name: [] for name in names}
 
 
-def _combinations_in(file: "ParquetFile", group: int, keys: _Keys, layout: Layout) -> set[Cells]:
-    """Return the distinct combinations of keys in a row group, without rows that the layout skips."""
+def _combinations_in(file: "ParquetFile", group: int, names: Sequence[str]) -> set[Cells]:
+    """Return the distinct combinations of values that these columns have in a row group."""
     found = set[Cells]()
-    value = [layout.columns["value"]] if layout.is_wide and "problem" not in layout.columns else []
-    names = list(dict.fromkeys([*keys.names, *value])) or [layout.columns["value"]]
     for batch in file.iter_batches(BATCH, row_groups=[group], columns=names):
-        measured = batch.filter(batch.column(value[0]).is_valid()) if value else batch
-        found.update(_combinations(measured, keys.names)[0])
+        found.update(_combinations(batch, names)[0])
     return found
 
 
@@ -101,7 +104,7 @@ def _wanted(combinations: set[Cells], keys: _Keys, request: Request, layout: Lay
             continue
         if all(map(matches, wheres, cells[len(cells) - len(wheres) :])):
             steps_of[cells[:at_step]].append((_step(cells[at_step]) if keys.step else None, cells))
-    return {cells for steps in steps_of.values() for cells in _at_ends(steps, request.steps)}
+    return {cells for steps in steps_of.values() for cells in _at_ends(steps, request)}
 
 
 def _step(cell: object) -> int | None:
@@ -111,10 +114,11 @@ def _step(cell: object) -> int | None:
         return None  # its row is read, and then refused with its line
 
 
-def _at_ends(steps: Sequence[tuple[int | None, Cells]], which: Steps) -> Iterator[Cells]:
+def _at_ends(steps: Sequence[tuple[int | None, Cells]], request: Request) -> Iterator[Cells]:
     """Yield the combinations of the first and the last steps, and those without a step."""
-    ordered = sorted({step for step, _ in steps if step is not None})
-    ends = {None, *ordered[:1], *ordered[-3 if which == "last3" else -1 :]}
+    last = math.inf if request.last_step is None else request.last_step
+    ordered = sorted({step for step, _ in steps if step is not None and step <= last})
+    ends = {None, *ordered[:1], *ordered[-3 if request.steps == "last3" else -1 :]}
     return (cells for step, cells in steps if step in ends)
 
 
@@ -141,7 +145,7 @@ def _encoded(column: "pyarrow.Array") -> tuple[np.ndarray, list[Hashable]]:
         column = column.cast(pyarrow.timestamp("us", column.type.tz), safe=False)
     encoded = column if isinstance(column, pyarrow.DictionaryArray) else column.dictionary_encode()
     values = encoded.dictionary.to_pylist()
-    indices = encoded.indices.fill_null(len(values)).to_numpy()
+    indices = encoded.indices.cast(pyarrow.int64()).fill_null(len(values)).to_numpy()
     return indices, [*values, None]
 
 

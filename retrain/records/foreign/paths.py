@@ -132,7 +132,8 @@ def matches(pattern: str, base: Path) -> list[Match]:
         following = [inner for match in current for inner in _matches_inside(match, part, pattern)]
         if not following:
             directory = next((match.path for match in current if match.path.is_dir()), current[0].path)
-            raise NothingFound(f"nothing matches {pattern}: {_nearest(directory, part)}")
+            fault = f"nothing matches {pattern}" if TOKEN.search(pattern) else f"{pattern} is not a directory or file"
+            raise NothingFound(f"{fault}: {_nearest(directory, part)}")
         current = following
     return list({match.path: match for match in current}.values())
 
@@ -258,7 +259,7 @@ def _directory(entry: Results, match: Match) -> RunFiles:
 
 
 def _name_with_seed(path: Path) -> str:
-    """Return the name of a file or directory, with that of its parent if the name is a seed alone; "" without a seed."""
+    """Return the name of a file or directory with a seed, with that of its parent if it is a seed alone; else ""."""
     label, seed = condition_and_seed(path.name)
     return "" if seed is None else f"{path.parent.name}/{path.name}" if label == path.name else path.name
 

@@ -76,7 +76,11 @@ class Request:
 
     # Name of the metric; None: all metrics
     metric: str | None = None
+    # Steps that are needed, of those up to ``last_step``
     steps: Steps = "all"
+    last_step: int | None = None
+    # The metric as the user names it, which may be SET/NAME: a column with this name holds the value (format "table")
+    column: str | None = None
     # Columns of a table that hold the fields of ``ResultRow``, by field (format "table" alone)
     columns: Mapping[str, str] = field(default_factory=dict)
     # Values that columns of a table must have in the rows that are read

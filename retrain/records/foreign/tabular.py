@@ -112,14 +112,12 @@ def text_lines(path: Path) -> Iterator[str]:
 def rows(path: Path, request: Request) -> Iterator[ResultRow]:
     conversions = {field: Converted(convert) for field, convert in CONVERSIONS.items()}
     filters = {name: Converted(partial(matches, wanted)) for name, wanted in request.where.items()}
+    gaps, measured = dict[Sequence[object], ResultRow](), set[Sequence[object]]()
     for lines, cells in batches(path, request):
         layout = layout_of(path, cells, request)
         if layout.metric is not None and request.metric not in (None, layout.metric):
             continue
         masks = [filters[name].column(cells[name], path, name, lines) for name in filters]
-        if layout.is_wide:  # the metric was not measured in the rows without a value, nor a problem that was not graded
-            filled = [cells[layout.columns[field]] for field in ("value", "problem") if field in layout.columns]
-            masks.append([not all(map(is_empty, row)) for row in zip(*filled, strict=True)])
         if layout.metric is None and request.metric is not None:
             masks.append([str(raw) == request.metric for raw in cells[layout.columns["metric"]]])
         mask = list(map(all, zip(*masks, strict=True))) if masks else None
@@ -130,7 +128,18 @@ def rows(path: Path, request: Request) -> Iterator[ResultRow]:
                 columns.append(conversions[field].column(_selected(cells[name], mask), path, name, numbers))
             else:
                 columns.append(repeat(layout.metric if field == "metric" else ResultRow._field_defaults[field]))
-        yield from map(ResultRow._make, zip(*columns, numbers, strict=False))
+        made = map(ResultRow._make, zip(*columns, numbers, strict=False))
+        if not layout.is_wide:
+            yield from made
+            continue
+        for row, raw in zip(made, _selected(cells[layout.columns["value"]], mask), strict=True):
+            run = (row.condition, row.run, row.seed)
+            if row.problem is None and is_empty(raw):  # not measured at this step
+                gaps[run] = row
+            else:
+                measured.add(run)
+                yield row
+    yield from (row for run, row in gaps.items() if run not in measured)
 
 
 def _selected(values: Sequence[Value], mask: Sequence[bool] | None) -> Sequence[Value]:

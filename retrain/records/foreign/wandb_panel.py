@@ -77,9 +77,9 @@ def _panel_rows(path: Path, batch: Batch, request: Request) -> Iterator[ResultRo
         grouped = GROUPED.fullmatch(run)
         condition, seed = (grouped[1], None) if grouped else condition_and_seed(run)
         values = _column(path, batch, name, as_number)
-        for line, step, raw, value in zip(lines, steps, cells[name], values, strict=True):
-            if not is_empty(raw):
-                yield ResultRow(metric, value, step, condition=condition, run=run, seed=seed, line=line)
+        points = [point for point in zip(lines, steps, values, cells[name], strict=True) if not is_empty(point[-1])]
+        for line, step, value, _ in points or [(1, None, None, None)]:
+            yield ResultRow(metric, value, step, condition=condition, run=run, seed=seed, line=line)
 
 
 def _metric_suffix(names: Sequence[str], metric: str | None) -> str:

@@ -67,11 +67,15 @@ def test_correct_column_is_the_metric_of_answers_that_are_right_or_wrong(read: R
 
 
 def test_column_named_by_the_metric_is_the_value(read: Reader):
-    content = "condition,seed,step,loss,acc\ngrpo,1,0,0.9,0.25\ngrpo,1,10,0.8,\ngrpo,1,20,0.7,nan\n"
+    content = "condition,seed,step,loss,acc\ngrpo,1,0,0.9,0.25\ngrpo,1,10,0.8,\ngrpo,1,20,0.7,nan\nrloo,1,20,0.7,\n"
 
     rows = read(content, request=Request("acc"))
 
-    assert [(row.metric, row.step, row.value) for row in rows] == [("acc", 0, 0.25), ("acc", 20, None)]
+    assert [(row.condition, row.metric, row.step, row.value) for row in rows] == [
+        ("grpo", "acc", 0, 0.25),
+        ("grpo", "acc", 20, None),
+        ("rloo", "acc", 20, None),  # a run without any value
+    ]
 
 
 def test_mapped_columns_and_filter(read: Reader):
@@ -164,12 +168,21 @@ def test_parquet_reads_the_ends_of_each_run_alone(tmp_path: Path):
     assert list(rows(path, Request("loss"))) == []
 
 
-def test_parquet_ends_of_a_wide_table_are_steps_with_a_value(tmp_path: Path):
-    path = parquet(tmp_path / "r.parquet", {"step": [0, 10, 20, 30], "acc": [None, 0.2, 0.3, None]})
+def test_wide_parquet_table_has_the_steps_with_a_value(tmp_path: Path):
+    path = parquet(tmp_path / "r.parquet", {"step": [0, 10, 20, 30], "eval/acc": [None, 0.2, 0.3, None]})
 
-    rows = list(format_of("table").rows(path, Request("acc", "ends")))
+    rows = list(format_of("table").rows(path, Request(None, "ends", column="eval/acc")))
 
     assert [(row.step, row.value) for row in rows] == [(10, 0.2), (20, 0.3)]
+
+
+def test_parquet_reads_the_ends_up_to_the_last_step_that_is_needed(tmp_path: Path):
+    columns = {"metric": ["acc"] * 4, "step": ["0", "10", "20", "30"], "value": [1, 2, 3, 4]}
+    path = parquet(tmp_path / "r.parquet", columns)
+
+    rows = list(format_of("table").rows(path, Request("acc", "ends", last_step=20)))
+
+    assert [(row.step, row.value) for row in rows] == [(0, 1.0), (20, 3.0)]
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

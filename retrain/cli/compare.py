@@ -1,0 +1,154 @@
+"""``compare``: judge retrain's campaigns, or results of other tools. It never imports torch."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from retrain.cli.arguments import AS_JSON, argument, option, output_path, require_directory
+from retrain.cli.output import print_comparison, print_report
+from retrain.config.checking import KeyLocations
+from retrain.config.comparing import ComparisonFile, is_comparison_file, load_comparison, parse_comparison
+from retrain.config.describe import toml
+from retrain.errors import UsageError
+from retrain.records.foreign.collect import collect
+from retrain.records.schema.layout import MANIFEST
+from retrain.verdicts.evidence import campaign_of_tables
+from retrain.verdicts.export import export as export_campaign
+from retrain.verdicts.lock import declare as write_lock
+from retrain.verdicts.lock import lock_note, read_lock, standing_of
+from retrain.verdicts.pooling import compare_directories
+from retrain.verdicts.report import write_foreign_report
+from retrain.verdicts.tables import judge_tables
+
+
+def compare(
+    paths: list[str] = argument(
+        "PATH",
+        "Directories of campaigns or runs; or one comparison file (TOML); or files, directories and patterns of other "
+        "tools' results, such as 'runs/{condition}/seed{seed}'.",
+    ),
+    metric: str | None = option(
+        "--metric METRIC",
+        "final, last3 or auc, a metric's key, or auc:KEY; short for held-out ones, as in pass@4. Without it "
+        "what the campaign declared.",
+    ),
+    baseline: str | None = option(
+        "--baseline LABEL", "Condition that the others are compared with; without it the first."
+    ),
+    as_json: bool = AS_JSON,
+    higher_is_better: bool | None = option(
+        "--higher-is-better/--lower-is-better", "For other tools' results: whether larger values are an improvement."
+    ),
+    unit: str | None = option("--unit UNIT", "share for values from 0 to 1, number for any other."),
+    steps: int | None = option("--steps N", "Number of updates after which a run must end.", min=0),
+    pairing: str | None = option("--pairing HOW", "seed or none: whether runs with one seed are compared in pairs."),
+    models: bool = option("--models", "Compare one model of each condition, by problem.", False),
+    format: str | None = option(
+        "--format NAME", "Format of the files, where it is not recognised, or module:function for a reader."
+    ),
+    declare: bool = option(
+        "--declare", "Declare the comparison file before there are results: write FILE.lock.", False
+    ),
+    export: Path | None = option(
+        "--export FILE", "Write a campaign's results as a long table (CSV), with its declaration.", parser=output_path
+    ),
+    report: Path | None = option(
+        "--report FILE", "Write the report of other tools' results (HTML).", parser=output_path
+    ),
+) -> None:
+    """Compare conditions over seeds: paired differences, confidence intervals, verdicts.
+
+    Runs of several directories are pooled by condition. Only finished runs count; all others are named.
+    """
+    options = {"metric": metric, "baseline": baseline, "higher_is_better": higher_is_better, "unit": unit,
+               "steps": steps, "pairing": pairing, "replicate": "none" if models else None}  # fmt: skip
+    given = {key: value for key, value in options.items() if value is not None}
+    if ours := [path for path in paths if _is_ours(Path(path))]:
+        _require_ours(paths, ours, given, [format, declare or None, report])
+        directories = [Path(path) for path in ours]
+        if export is not None:
+            _export(directories, export)
+            return
+        for directory in directories:
+            require_directory(directory)
+        comparison = compare_directories(directories, metric=metric, baseline=baseline)
+        print_report(comparison, as_json, lambda row: print_comparison(row, secondary=True))
+        return
+    if export is not None:
+        raise UsageError("--export writes a campaign of retrain as a table; name its directory")
+    file, path = _comparison(paths, given, format)
+    if declare:
+        _declare(file, path)
+    else:
+        _compare_others(file, path, " ".join(paths), as_json, report)
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether this is the directory of a campaign or run of retrain, or of a run in a campaign."""
+    return path.is_dir() and any((each / MANIFEST).is_file() for each in (path, path.absolute().parent.parent))
+
+
+def _require_ours(
+    paths: Sequence[str], ours: Sequence[str], given: Mapping[str, object], others: Sequence[object]
+) -> None:
+    """Raise UsageError if some paths are not of retrain, or if an option is for other tools' results."""
+    if other := next((path for path in paths if path not in ours), None):
+        raise UsageError(
+            f"{ours[0]} is retrain's and {other} is not: retrain compare {ours[0]} --export FILE.csv writes a table, "
+            "which can be compared with other tools' results"
+        )
+    if given.keys() - {"metric", "baseline"} or any(option is not None for option in others):
+        raise UsageError(
+            f"{ours[0]} is retrain's, whose comparison was declared in its file: only --metric, --baseline, --json and "
+            "--export apply to it (for a report type: retrain report)"
+        )
+
+
+def _export(directories: Sequence[Path], target: Path) -> None:
+    if len(directories) > 1:
+        raise UsageError("--export writes one campaign: name one directory")
+    print(*export_campaign(directories[0], target), sep="\n")
+
+
+def _comparison(
+    paths: Sequence[str], given: Mapping[str, object], format: str | None
+) -> tuple[ComparisonFile, Path | None]:
+    """Return the comparison that file or command line describe, and the path of the file."""
+    files = [Path(path) for path in paths if path.endswith(".toml")]
+    if not files:
+        results = [{"path": path} | ({"format": format} if format else {}) for path in paths]
+        return parse_comparison({"compare": dict(given), "results": results}, KeyLocations("command line")), None
+    path = files[0]
+    if len(paths) > 1:
+        raise UsageError(f"{path} describes all of a comparison: put the other paths into it, under [[results]]")
+    if path.is_file() and not is_comparison_file(path):
+        raise UsageError(f"{path} has no [[results]], so it is no comparison; to train it type: retrain train {path}")
+    declared = load_comparison(path).compare
+    if format:
+        raise UsageError(f'{path} names formats itself: write format = "{format}" under [[results]]')
+    for key, value in given.items():
+        if key in declared.model_fields_set and getattr(declared, key) != value:
+            values = f"{toml(getattr(declared, key))}, and on the command line {toml(value)}"
+            raise UsageError(f"{path} has {key} = {values}: leave out one of the two")
+    return load_comparison(path, [f"compare.{key}={toml(value)}" for key, value in given.items()]), path
+
+
+def _declare(file: ComparisonFile, path: Path | None) -> None:
+    if path is None:
+        raise UsageError("--declare needs a comparison file: write [compare] and [[results]] into FILE.toml")
+    tables = collect(file.results, file.compare, path.parent, allow_missing=True)
+    print(*write_lock(path, file, tables, time.time()), sep="\n")
+
+
+def _compare_others(file: ComparisonFile, path: Path | None, name: str, as_json: bool, report: Path | None) -> None:
+    lock = read_lock(path) if path else None
+    tables = collect(file.results, file.compare, path.parent if path else Path(), allow_missing=lock is not None)
+    if not tables:
+        raise UsageError(f"{name}: there are no results yet at {', '.join(entry.path for entry in file.results)}")
+    notes = [lock_note(lock, file, tables)] if lock else []
+    tools = sorted({table.tool for table in tables if table.tool})
+    judged = judge_tables(tables, file.compare, standing_of(lock, file, tables), tools=tools, warnings=notes)
+    if report is not None:
+        print(write_foreign_report(campaign_of_tables(name, judged), report))
+        return
+    print_report(judged.comparison.to_json(), as_json, lambda row: print_comparison(row, secondary=True))
