@@ -194,7 +194,8 @@ def _changes(
         for problem in (*rises[:TWINS], *falls[:TWINS])
     ]  # fmt: skip
     counts = f"{plural(len(changes), 'problem')}: {len(rises)} higher, {len(falls)} lower"
-    return {"title": title, "heads": ["problem", *names, "change"], "rows": rows, "counts": counts}
+    heads = ["problem", *names, "change, points" if measure.is_share else "change"]
+    return {"title": title, "heads": heads, "rows": rows, "counts": counts}
 
 
 def squeeze_table(report: Values) -> Row:
