@@ -123,14 +123,16 @@ def _comparison(
         raise UsageError(f"{path} describes all of a comparison: put the other paths into it, under [[results]]")
     if path.is_file() and not is_comparison_file(path):
         raise UsageError(f"{path} has no [[results]], so it is no comparison; to train it type: retrain train {path}")
-    declared = load_comparison(path).compare
+    file = load_comparison(path)
     if format:
         raise UsageError(f'{path} names formats itself: write format = "{format}" under [[results]]')
     for key, value in given.items():
-        if key in declared.model_fields_set and getattr(declared, key) != value:
-            values = f"{toml(getattr(declared, key))}, and on the command line {toml(value)}"
+        if key in file.compare.model_fields_set and getattr(file.compare, key) != value:
+            values = f"{toml(getattr(file.compare, key))}, and on the command line {toml(value)}"
             raise UsageError(f"{path} has {key} = {values}: leave out one of the two")
-    return load_comparison(path, [f"compare.{key}={toml(value)}" for key, value in given.items()]), path
+    compare = parse_comparison({"compare": {**file.compare.model_dump(exclude_unset=True), **given},
+                                "results": [{"path": str(path)}]}, KeyLocations("command line")).compare  # fmt: skip
+    return file.model_copy(update={"compare": compare}), path
 
 
 def _declare(file: ComparisonFile, path: Path | None) -> None:
@@ -142,7 +144,13 @@ def _declare(file: ComparisonFile, path: Path | None) -> None:
 
 def _compare_others(file: ComparisonFile, path: Path | None, name: str, as_json: bool, report: Path | None) -> None:
     lock = read_lock(path) if path else None
-    tables = collect(file.results, file.compare, path.parent if path else Path(), allow_missing=lock is not None)
+    tables = collect(
+        file.results,
+        file.compare,
+        path.parent if path else Path(),
+        allow_missing=lock is not None,
+        every_step=report is not None,
+    )
     if not tables:
         raise UsageError(f"{name}: there are no results yet at {', '.join(entry.path for entry in file.results)}")
     notes = [lock_note(lock, file, tables)] if lock else []

@@ -184,9 +184,9 @@ def _measured(report: Values) -> str:
 
 def _comparison_title(report: Values) -> str:
     metric = report["metric"]
-    if name := accuracy_name(metric):
+    if name := metric if report.get("source") else accuracy_name(metric):
         means = {"auc": ", mean over training", "last3": ", mean of the last three evaluations"}
-        return f"{name} by condition{means.get(report['summary'], '')}"
+        return f"{visible(name)} by condition{means.get(report['summary'], '')}"
     return f"Conditions compared by {metric}" if metric.startswith("eval/") else "Conditions compared"
 
 

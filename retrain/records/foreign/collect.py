@@ -112,12 +112,14 @@ class _Run:
         return table
 
 
-def collect(results: Sequence[Results], compare: Compare, base: Path, *, allow_missing: bool = False) -> list[RunTable]:
+def collect(
+    results: Sequence[Results], compare: Compare, base: Path, *, allow_missing: bool = False, every_step: bool = False
+) -> list[RunTable]:
     """Return a table for each run, sorted by condition and seed, with the values of the deciding metric.
 
     ``base``: directory to which the paths of ``results`` are relative. All tables have one set and one metric. Answers
-    are kept at the steps that the metric needs. Raises UsageError for paths that match nothing (not with
-    ``allow_missing``), unknown formats, contradictions, and a metric that is missing or ambiguous.
+    are kept at the steps that the metric needs, or at ``every_step``. Raises UsageError for paths that match nothing
+    (not with ``allow_missing``), unknown formats, contradictions, and a metric that is missing or ambiguous.
     """
     sources: list[RunFiles] = []
     for entry in results:
@@ -126,7 +128,7 @@ def collect(results: Sequence[Results], compare: Compare, base: Path, *, allow_m
         except NothingFound:
             if not allow_missing:
                 raise
-    collector = _Collector(compare, sources)
+    collector = _Collector(compare, sources, "all" if every_step else STEPS[compare.measure[0]])
     for files in sources:
         collector.read(files)
     if sources:
@@ -136,10 +138,9 @@ def collect(results: Sequence[Results], compare: Compare, base: Path, *, allow_m
 
 
 class _Collector:
-    def __init__(self, compare: Compare, sources: Sequence[RunFiles]):
-        self.compare, self.sources = compare, sources
-        summary, self.metric = compare.measure
-        self.steps: Steps = STEPS[summary]
+    def __init__(self, compare: Compare, sources: Sequence[RunFiles], steps: Steps):
+        self.compare, self.sources, self.steps = compare, sources, steps
+        self.metric = compare.measure[1]
         self.runs: dict[RunKey, _Run] = {}
         # Files that name no run and have no rows of the metric
         self.without_rows: list[str] = []
@@ -247,9 +248,11 @@ class _Collector:
             condition, of_name = condition_and_seed(next(has_seed, *names[:1]) if names else "")
             seed = of_name if seed is None else seed
         if not condition:
+            columns = form.columns(path) if form else ()
+            of_table = f' or, of {", ".join(columns)}, columns = {{ condition = "{columns[0]}" }}' if columns else ""
             raise UsageError(
-                f'{path} names no condition: put {{condition}} into the path, or write condition = "…" (for a table '
-                'columns = { condition = "…" }) under [[results]]'
+                f"{path} names no condition: put {{condition}} into the path, or write under [[results]] "
+                f'condition = "…"{of_table}'
             )
         seed = config.get("seed") if seed is None else seed
         return condition, seed, "" if seed is not None else run or ""

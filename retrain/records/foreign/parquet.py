@@ -49,6 +49,12 @@ def parquet_batches(path: Path, request: Request) -> Iterator[Batch]:
         raise UsageError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
 
 
+def parquet_columns(path: Path) -> list[str]:
+    from pyarrow.parquet import read_schema
+
+    return read_schema(path).names
+
+
 class _Keys(NamedTuple):
     """Columns by which rows are selected: those of the group, then that of the step, then those of ``where``."""
 

@@ -16,6 +16,7 @@ from retrain.records.foreign.table import FORMATS, Format, Request, ResultRow, f
 
 # Regular expressions of the placeholders in a pattern
 PLACEHOLDERS = {"condition": ".+", "run": ".+", "set": ".+", "seed": r"\d{1,9}", "step": r"\d{1,12}"}
+HINT = f'Formats: {", ".join(FORMATS)}; name one by format = "…" (--format), or module:function for a reader'
 TOKEN = re.compile(r"\*|\{([^{}]*)\}")
 
 
@@ -74,8 +75,13 @@ def find_runs(entry: Results, base: Path) -> list[RunFiles]:
     is_pattern = TOKEN.search(entry.path) is not None
     runs = [run for match in directories for run in _runs_of_directory(entry, match, known, is_pattern)]
     if not any(run.files for run in runs):
-        where = entry.path if is_pattern else f"{directories[0].path} and its subdirectories"
-        raise NothingFound(f"{where}: no file in a known format. {_how_to_name(known)}")
+        where = entry.path if is_pattern else f"{entry.path} and its subdirectories"
+        if known is not None:
+            raise NothingFound(
+                f"{where}: no files of {known.tool} ({', '.join(known.patterns)}); name them in the path"
+            )
+        example = f"'{entry.path}/{{condition}}/seed{{seed}}'"
+        raise NothingFound(f"{where}: no file in a known format. Type where the files are, such as {example}. {HINT}")
     return runs
 
 
@@ -95,13 +101,7 @@ def recognise(path: Path) -> Format:
     for name in FORMATS:
         if (known := format_of(name)).recognises(path):
             return known
-    raise UsageError(f"{path} is in no known format. {_how_to_name(None)}")
-
-
-def _how_to_name(known: Format | None) -> str:
-    if known is not None:
-        return f"Files of {known.tool} are named {', '.join(known.patterns)}; name others in the path"
-    return f'Formats: {", ".join(FORMATS)}; name one by format = "…" (--format), or module:function for a reader'
+    raise UsageError(f"{path} is in no known format. {HINT}")
 
 
 def _rows_of_plugin(name: str, base: Path) -> Callable[[Path, Request], Iterator[ResultRow]]:

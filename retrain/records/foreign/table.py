@@ -99,6 +99,10 @@ def no_config(path: Path) -> Values:
     return {}
 
 
+def no_columns(path: Path) -> Sequence[str]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Format:
     """One format of results. ``rows`` raises UsageError, with file and line, for content that is not in the format."""
@@ -116,6 +120,8 @@ class Format:
     facts: Callable[[Path], Mapping[str, MetricFacts]] = no_facts
     # Settings of the run that belong to a file: ``seed``, ``state`` and the tool's configuration
     config: Callable[[Path], Values] = no_config
+    # Names of the columns, for messages
+    columns: Callable[[Path], Sequence[str]] = no_columns
     # Of several values of one metric and step, the latest by ``time`` counts (a resumed run wrote the step again)
     latest_counts: bool = False
     # The condition in the rows is the name of the model, which counts only where the path names no condition

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from retrain.errors import NotReadable, UsageError
 from retrain.records.foreign.cells import CONVERSIONS, FIELDS, MISSING, Batch, Converted, is_empty, layout_of, matches
-from retrain.records.foreign.parquet import parquet_batches
+from retrain.records.foreign.parquet import parquet_batches, parquet_columns
 from retrain.records.foreign.table import CORRECT, Format, MetricFacts, Request, ResultRow
 from retrain.util.jsonl import Row
 
@@ -152,6 +152,12 @@ def batches(path: Path, request: Request) -> Iterator[Batch]:
     return csv_batches(path) if path.suffix.lower() in (".csv", ".tsv") else jsonl_batches(path)
 
 
+def columns_of(path: Path) -> list[str]:
+    if path.suffix.lower() == ".parquet":
+        return parquet_columns(path)
+    return list(next(batches(path, Request()))[1])
+
+
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 
 FORMAT = Format(
@@ -159,5 +165,6 @@ FORMAT = Format(
     patterns=tuple(f"*{ending}" for ending in ENDINGS),
     recognises=lambda path: path.suffix.lower() in ENDINGS,
     rows=rows,
+    columns=columns_of,
     facts=lambda path: {CORRECT: MetricFacts(higher_is_better=True, unit="share")},
 )

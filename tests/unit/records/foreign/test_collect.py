@@ -285,7 +285,7 @@ def test_mistakes_in_the_format(write, gather, options, message):
 def test_a_file_in_no_known_format(write, gather, tool):
     write("grpo_s1.txt", row(0.5))
 
-    with pytest.raises(UsageError, match=r"grpo_s1.txt is in no known format. Formats: tool; name one by format = "):
+    with pytest.raises(UsageError, match=r"grpo_s1.txt is in no known format. Formats: trl, .*; name one by format = "):
         gather(Results(path="grpo_s1.txt"))
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from retrain.config.comparing import Compare, Results
 from retrain.errors import MissingExtra, UsageError
+from retrain.records.foreign.collect import collect
 from retrain.records.foreign.table import CORRECT, Request, ResultRow, format_of
 
 Reader = Callable[..., list[ResultRow]]
@@ -138,6 +140,14 @@ def test_missing_column_is_refused_with_the_line_to_type(read: Reader):
 
     assert 'has no column "algorithm"; it has method, value' in str(caught.value)
     assert 'such as columns = { condition = "method" }' in str(caught.value)
+
+
+def test_table_without_a_condition_is_refused_with_its_columns(tmp_path: Path):
+    path = tmp_path / "results.csv"
+    path.write_text("method,value\ngrpo,1\n")
+
+    with pytest.raises(UsageError, match=r'write under .* or, of method, value, columns = { condition = "method" }'):
+        collect([Results(path=str(path), format="table")], Compare(), tmp_path)
 
 
 def test_parquet_reads_the_ends_of_each_run_alone(tmp_path: Path):
