@@ -9,10 +9,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from os.path import lexists
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from retrain.config.comparing import Compare, ComparisonFile, Results
-from retrain.errors import UsageError, listed
+from retrain.errors import StorageError, UsageError, listed
 from retrain.files import read_json, write_json
 from retrain.records.foreign.table import MetricFacts, RunTable
 from retrain.records.schema.base import Record, Row
@@ -67,10 +70,10 @@ def read_lock(file: Path) -> Lock | None:
     if not path.is_file():
         return None
     try:
-        lock = Lock.from_row(read_json(path))
+        lock = TypeAdapter(Lock).validate_python(read_json(path))
         _declared(lock)
-        float(lock.unix)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        datetime.fromtimestamp(lock.unix, UTC)
+    except (OSError, ValueError, OverflowError) as error:
         raise UsageError(
             f"{path} is not the lock of a comparison: delete it to compare without a declaration"
         ) from error
@@ -84,14 +87,17 @@ def declare(path: Path, file: ComparisonFile, tables: Sequence[RunTable], unix: 
     Raises UsageError if there is a lock, or if the file lacks a key that a declaration needs.
     """
     target = lock_path(path)
-    if target.exists():
+    if lexists(target):
         raise UsageError(f"{target} exists: a declaration is not changed; delete the lock or use another file name")
     missing = [key for key in REQUIRED if getattr(file.compare, key) in (None, []) and not _is_known(key, file, tables)]
     if missing:
         keys = listed([REQUIRED[key] for key in missing], NAMED_KEYS)
         raise UsageError(f"{path} declares no {' and no '.join(missing)}; add below [compare]: {keys}")
-    before = [table.name for table in _of_declaration(file.compare, tables)]
-    write_json(target, Lock.of(file, unix, before).to_row())
+    before = [table.name for table in _with_results(file.compare, tables)]
+    try:
+        write_json(target, Lock.of(file, unix, before).to_row())
+    except StorageError as error:
+        raise UsageError(f"{error}; put the file where it can be written") from error
     lines = [f"{target}: declared; a verdict needs results that are newer"]
     if before:
         lines.append(f"there are results already: {listed(before, NAMED_RUNS)} stay exploratory")
@@ -111,28 +117,27 @@ def _is_known(key: str, file: ComparisonFile, tables: Sequence[RunTable]) -> boo
 
 def standing_of(lock: Lock | None, file: ComparisonFile, tables: Sequence[RunTable]) -> Standing:
     """Return the status of the comparison ``file`` of the results in ``tables``, given its lock."""
-    seeds = frozenset(file.compare.seeds) if file.compare.seeds else None
     if lock is None:
-        return Standing((UNDECLARED,), seeds=seeds)
+        return Standing((UNDECLARED,))
     reasons = []
     if lock.sha256 != lock.digest:
         reasons.append(f"{DEVIATION}: the lock was edited (its SHA-256 is another one)")
     if changed := changed_keys(_declared(lock), file):
         reasons.append(f"{DEVIATION}: changed after the declaration: {listed(changed, NAMED_KEYS)}")
-    runs = _of_declaration(file.compare, tables)
+    runs = _with_results(file.compare, tables)
     undated = [run.name for run in runs if run.started is None]
     if undated:
         reasons.append(f"the time of the results is not known ({listed(undated, NAMED_RUNS)})")
     early = [run.name for run in runs if run.name in lock.runs_before or (run.started or lock.unix) < lock.unix]
     if early:
         reasons.append(f"there were results before the declaration ({listed(early, NAMED_RUNS)})")
-    return Standing(tuple(reasons), seeds=seeds)
+    return Standing(tuple(reasons))
 
 
 def lock_note(lock: Lock, file: ComparisonFile, tables: Sequence[RunTable]) -> str:
     """Return a sentence that says when the comparison was declared, and where the times of the results are from."""
     text = f"Declared on {datetime.fromtimestamp(lock.unix, UTC):%Y-%m-%d %H:%M} UTC"
-    runs = _of_declaration(file.compare, tables)
+    runs = _with_results(file.compare, tables)
     if not runs:
         return f"{text}; there are no results yet."
     if all(run.has_times for run in runs):
@@ -160,11 +165,12 @@ def _declared(lock: Lock) -> ComparisonFile:
     return ComparisonFile.model_validate({"compare": lock.compare, "results": lock.results})
 
 
-def _of_declaration(compare: Compare, tables: Sequence[RunTable]) -> list[RunTable]:
-    """Return the runs of the declared conditions and seeds."""
+def _with_results(compare: Compare, tables: Sequence[RunTable]) -> list[RunTable]:
+    """Return the runs of the declared conditions and seeds that have results."""
     return [
         table
         for table in tables
-        if (compare.conditions is None or table.condition in compare.conditions)
-        and (compare.seeds is None or table.seed in compare.seeds)
+        if (table.numbers or table.answers)
+        and (compare.conditions is None or table.condition in compare.conditions)
+        and (compare.seeds is None or table.seed is None or table.seed in compare.seeds)
     ]

@@ -25,7 +25,14 @@ def comparison(*, results=RESULTS, **changes) -> ComparisonFile:
 
 def runs(started: float | None = NOON + 60, has_times: bool = True, conditions=("grpo", "rloo")) -> list[RunTable]:
     return [
-        RunTable(condition, seed, f"{condition} seed {seed}", started=started, has_times=has_times)
+        RunTable(
+            condition,
+            seed,
+            f"{condition} seed {seed}",
+            numbers={("heldout", "style"): {10: 0.5}},
+            started=started,
+            has_times=has_times,
+        )
         for condition in conditions
         for seed in (1, 2)
     ]
@@ -43,8 +50,7 @@ def locked(tmp_path):
 
 
 def test_results_after_the_declaration_have_a_verdict(locked):
-    standing = standing_of(read_lock(locked), comparison(), runs())
-    assert (standing.reasons, standing.seeds) == ((), {1, 2})
+    assert reasons(locked, comparison(), runs()) == ""
     content = json.loads(lock_path(locked).read_text())
     assert (content["time"], content["unix"]) == ("2027-01-15T08:00:00+00:00", NOON)
     assert content["compare"]["conditions"] == ["grpo", "rloo"]
@@ -61,6 +67,7 @@ def test_one_early_run_makes_all_exploratory(locked):
     tables[2].started = None
     assert reasons(locked, comparison(), tables) == "the time of the results is not known (rloo seed 1)"
     assert reasons(locked, comparison(), [*runs(), *runs(NOON - 1, conditions=["other"])]) == ""
+    assert reasons(locked, comparison(), [*runs(), RunTable("grpo", 1, "without results")]) == ""
 
 
 @pytest.mark.parametrize(("change", "keys"), [
@@ -80,7 +87,16 @@ def test_an_edited_lock_is_exploratory(locked):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 1, "time": "", "unix": 1, "compare": {"a": 1}, "results": []}']
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "[1]",
+        '{"format": 1, "time": "", "unix": 1, "compare": {"a": 1}, "results": [{"path": "a"}]}',
+        '{"format": 1, "time": "", "unix": 1, "compare": {}, "results": [{"path": "a"}], "runs_before": 3}',
+        '{"format": 1, "time": "", "unix": 1e300, "compare": {}, "results": [{"path": "a"}]}',
+    ],
 )
 def test_a_damaged_lock_is_an_error(tmp_path, text):
     lock_path(tmp_path / "c.toml").write_text(text)
