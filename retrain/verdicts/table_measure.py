@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from retrain.config.comparing import Compare
+from retrain.config.comparing import Compare, Unit
 from retrain.errors import UsageError, listed
 from retrain.records.foreign.table import HELDOUT_SET, MetricFacts, RunTable
 from retrain.verdicts.results import SUMMARIES, Measure
@@ -74,7 +74,7 @@ def metric_facts(metric: str, tables: Sequence[RunTable]) -> MetricFacts:
         if name == metric or (name.endswith("*") and metric.startswith(name[:-1]))
     ]
     merits = {fact.higher_is_better for fact in facts if fact.higher_is_better is not None}
-    units = {fact.unit for fact in facts if fact.unit is not None}
+    units: set[Unit] = {fact.unit for fact in facts if fact.unit is not None}
     last = re.sub(r"^eval_", "", metric.split(",")[0].split("/")[-1])
     known = next((fact for pattern, fact in KNOWN if pattern.fullmatch(last)), MetricFacts())
     return MetricFacts(

@@ -1,5 +1,6 @@
 """One run's values of the deciding metric, from the table of another tool's results."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -180,18 +181,23 @@ def same_problems(runs: Sequence[TableRun], *, common: bool) -> tuple[list[Table
     return kept, len(set().union(*(keys for _, _, keys in keyed))) - len(shared)
 
 
-def require_shares(runs: Sequence[TableRun], measure: Measure) -> None:
-    """Raise UsageError for a value outside [0, 1]."""
+def require_possible_values(runs: Sequence[TableRun], measure: Measure) -> None:
+    """Raise UsageError for an infinite value, or a share outside [0, 1]."""
     for run in runs:
         for step in run.steps:
             grades = chain.from_iterable(run.answers.get(step, {}).values())
-            for value in (run.numbers.get(step), *grades):
-                if value is not None and not -SAME <= value <= 1 + SAME:
-                    percent = ", or divide values from 0 to 100 by 100" if 0 <= value <= 100 else ""
-                    raise UsageError(
-                        f"{run.path}: {measure.key} of {run.name} is {value:g} at step {step}, but a share lies from "
-                        f'0 to 1: in [compare], type unit = "number" (--unit number){percent}'
-                    )
+            values = [value for value in (run.numbers.get(step), *grades) if value is not None]
+            least, most = min(values, default=0.0), max(values, default=0.0)
+            value = least if least < -SAME else most
+            place = f"{run.path}: {measure.key} of {run.name} is {value:g} at step {step}"
+            if not (math.isfinite(least) and math.isfinite(most)):
+                raise UsageError(f"{place}: leave out this run, or take another metric")
+            if measure.is_share and not -SAME <= value <= 1 + SAME:
+                percent = ", or divide values from 0 to 100 by 100" if 0 <= value <= 100 else ""
+                raise UsageError(
+                    f"{place}, but a share lies from 0 to 1: in [compare], "
+                    f'type unit = "number" (--unit number){percent}'
+                )
 
 
 def decimals_of(runs: Sequence[TableRun], *, is_share: bool) -> int | None:

@@ -21,7 +21,7 @@ from retrain.verdicts.models import model_conditions
 from retrain.verdicts.results import Measure, RunResult
 from retrain.verdicts.rule import FEWEST_PAIRS
 from retrain.verdicts.table_measure import Column, table_measure
-from retrain.verdicts.table_runs import SAME, TableRun, decimals_of, require_shares, same_problems
+from retrain.verdicts.table_runs import SAME, TableRun, decimals_of, require_possible_values, same_problems
 from retrain.verdicts.unpaired import unpaired_conditions
 
 UNDECLARED = Standing(("nothing was declared before the results",))
@@ -77,8 +77,7 @@ def judge_tables(
     if dropped:
         reason = f"{plural(dropped, 'problem')} that not all runs have {'was' if dropped == 1 else 'were'} left out"
         standing = replace(standing, reasons=(*standing.reasons, reason))
-    if measure.is_share:
-        require_shares(runs, measure)
+    require_possible_values(runs, measure)
     results = _results(runs, measure, comparing)
     missing = _missing(runs, labels, compare, comparing)
     notes += [*_answer_notes(runs, measure), *_number_notes(runs, measure)]
@@ -243,10 +242,9 @@ def _answer_notes(runs: Sequence[TableRun], measure: Measure) -> list[str]:
     notes = []
     ungraded = {run.name: run.ungraded for run in runs if run.is_done and run.ungraded}
     if ungraded:
-        answers = plural(sum(ungraded.values()), "answer")
         fate = "count as wrong" if measure.is_share else "are left out of the means"
         names = listed([f"{name} ({number})" for name, number in ungraded.items()], NAMED)
-        notes.append(f"{answers} without a grade {fate}: {names}.")
+        notes.append(f"Answers without a grade {fate}: {names}.")
     sizes = _sizes(runs)
     if len(sizes) > 1:
         least, most = min(sizes), max(sizes)

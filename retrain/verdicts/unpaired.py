@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from retrain.records.schema.comparison import ConditionComparison
+import numpy as np
+
+from retrain.records.schema.comparison import ConditionComparison, OutlierSeed
 from retrain.verdicts.comparison import condition_level, ends_of
 from retrain.verdicts.declaration import INTERIM, Standing
 from retrain.verdicts.results import Measure, RunResult
+from retrain.verdicts.rule import outlier_places, typical_differences
 from retrain.verdicts.two_sample import compare_samples
 from retrain.verdicts.wording import unpaired_sentence, unpaired_verdict
 
@@ -18,7 +21,8 @@ def unpaired_conditions(
     runs alike"."""
     baseline, *levels = (condition_level(label, runs, measure) for label in labels)
     analyses = compare_samples([level.after_values for level in levels], baseline.after_values)
-    conditions = [replace(baseline, verdict="baseline")]
+    baseline = replace(baseline, verdict="baseline", outlier_seeds=_outlier_runs(baseline))
+    conditions = [baseline]
     for level, analysis in zip(levels, analyses, strict=True):
         status = standing.of(level.label, baseline.label, runs, [run.seed for run in runs])
         condition = replace(
@@ -29,8 +33,19 @@ def unpaired_conditions(
             p_value=analysis.p if analysis.has_enough_runs and status.name != INTERIM else None,
             standing=status.name,
             standing_reasons=status.reasons,
+            outlier_seeds=_outlier_runs(level),
         )
         condition = replace(condition, verdict=unpaired_verdict(condition, baseline, analysis, measure))
         text = unpaired_sentence(condition, baseline, measure, comparisons=len(levels))
         conditions.append(replace(condition, sentence=text))
     return conditions
+
+
+def _outlier_runs(level: ConditionComparison) -> list[OutlierSeed]:
+    """Return the runs that are far from the typical value of their own condition."""
+    if not level.after_values:
+        return []
+    values = np.array(level.after_values)
+    typical = float(typical_differences(values[None])[0])
+    outliers = outlier_places(values, typical, None)
+    return [OutlierSeed(level.finished[index], float(values[index]) - typical) for index in outliers]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from retrain.config.campaign import condition_name
 from retrain.errors import listed, plural
-from retrain.records.schema.comparison import ConditionComparison, ConditionSummary, MissingRun
+from retrain.records.schema.comparison import ConditionComparison, ConditionSummary, MissingRun, OutlierSeed
 from retrain.util.text import minus, p_words, percent, points
 from retrain.verdicts.declaration import EXPLORATORY, INTERIM
 from retrain.verdicts.results import Measure
@@ -96,7 +96,9 @@ def unpaired_verdict(
     if analysis.typical is None:
         return "cannot tell: no finished runs on both sides"
     if analysis.outcome in ("higher", "lower"):
-        return direction(analysis.typical, measure)
+        against = any(outlier.distance * analysis.typical < 0 for outlier in condition.outlier_seeds)
+        against |= any(outlier.distance * analysis.typical > 0 for outlier in baseline.outlier_seeds)
+        return f"{'typical runs ' if against else ''}{direction(analysis.typical, measure)}"
     if analysis.outcome == "not shown":
         return NOT_SHOWN
     if not analysis.has_enough_runs:
@@ -114,7 +116,16 @@ def unpaired_sentence(
         return f"{start}{condition.verdict}."
     finding = _status(condition) or f"{condition.verdict} ({population(measure)})"
     text = f"{_estimate(condition, typical, mean, measure, comparisons)}, {_runs(condition, baseline)}, not paired"
-    return f"{start}{'; '.join([f'{text}: {finding}', *_qualifications(condition, baseline, measure)])}."
+    outliers = [
+        f"run {outlier.seed} of {condition_name(level.label)} {_moved(outlier, measure)}"
+        for level in (condition, baseline)
+        for outlier in level.outlier_seeds
+    ]
+    return f"{start}{'; '.join([f'{text}: {finding}', *outliers, *_open(condition, measure)])}."
+
+
+def _moved(outlier: OutlierSeed, measure: Measure) -> str:
+    return f"{'fell' if outlier.distance < 0 else 'rose'} by {amount(abs(outlier.distance), measure)}"
 
 
 def _runs(condition: ConditionComparison, baseline: ConditionComparison) -> str:
@@ -183,10 +194,7 @@ def _finding(condition: ConditionComparison, measure: Measure, margin: float | N
 
 
 def _qualifications(condition: ConditionComparison, baseline: ConditionComparison, measure: Measure) -> list[str]:
-    parts = [
-        f"seed {outlier.seed} {'fell' if outlier.distance < 0 else 'rose'} by {amount(abs(outlier.distance), measure)}"
-        for outlier in condition.outlier_seeds
-    ]
+    parts = [f"seed {outlier.seed} {_moved(outlier, measure)}" for outlier in condition.outlier_seeds]
     parts += _open(condition, measure)
     if condition.verdict == ALIKE and condition.unseen_collapse_rate is not None:
         parts.append(f"none of {len(condition.finished)} + {len(baseline.finished)} runs is an outlier")

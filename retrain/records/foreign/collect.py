@@ -139,7 +139,8 @@ def collect(
 
 class _Collector:
     def __init__(self, compare: Compare, sources: Sequence[RunFiles], steps: Steps):
-        self.compare, self.sources, self.steps = compare, sources, steps
+        self.compare, self.sources = compare, sources
+        self.steps: Steps = steps
         self.metric = compare.measure[1]
         self.runs: dict[RunKey, _Run] = {}
         # Files that name no run and have no rows of the metric
