@@ -99,6 +99,10 @@ def declare(path: Path, file: ComparisonFile, tables: Sequence[RunTable], unix: 
     except StorageError as error:
         raise UsageError(f"{error}; put the file where it can be written") from error
     lines = [f"{target}: declared; a verdict needs results that are newer"]
+    if file.compare.steps is None and file.compare.replicate == "training":
+        lines.append(
+            "steps is not declared: a run counts as finished at the last step that is found, also if it trains on"
+        )
     if before:
         lines.append(f"there are results already: {listed(before, NAMED_RUNS)} stay exploratory")
     return lines

@@ -136,7 +136,8 @@ def test_facts_that_are_known_need_no_key(tmp_path):
 def test_existing_results_are_named_and_stay_exploratory(tmp_path):
     path, tables = tmp_path / "c.toml", runs(NOON - 5)
     lines = declare(path, comparison(), tables[:1], NOON)
-    assert lines[1] == "there are results already: grpo seed 1 stay exploratory"
+    assert lines[1].startswith("steps is not declared")
+    assert lines[2] == "there are results already: grpo seed 1 stay exploratory"
     later = runs(NOON + 5)  # their files were copied: the times are newer now
     assert reasons(path, comparison(), later) == "there were results before the declaration (grpo seed 1)"
 
