@@ -30,9 +30,9 @@ def table_measure(tables: Sequence[RunTable], compare: Compare) -> tuple[Measure
     facts = metric_facts(column[1], tables)
     unit = compare.unit or facts.unit
     merit = facts.higher_is_better if compare.higher_is_better is None else compare.higher_is_better
-    lines = [] if unit else ['unit = "share" (values from 0 to 1) or unit = "number" (--unit)']
+    lines = [] if unit else ['unit = "share" (values from 0 to 1) or "number" (--unit share or number)']
     if merit is None and compare.unit is None:
-        lines.append("higher_is_better = true or false (--higher-is-better)")
+        lines.append("higher_is_better = true or false (--higher-is-better or --lower-is-better)")
     if lines:
         missing = "unit" if merit is not None else "direction" if unit else "unit and direction"
         raise UsageError(
@@ -58,9 +58,9 @@ def _column(name: str | None, tables: Sequence[RunTable], prefix: str) -> Column
     if not columns:
         raise UsageError("the results have no metric: their files have no number and no graded answer")
     if matching:
-        fix = f'metric = "{prefix}{names[0]}"'
+        fix = f'metric = "{prefix}{names[0]}" (--metric {prefix}{names[0]})'
         what = f"the metric {name} is there for {len(names)} sets" if name else f"the results have {len(names)} metrics"
-        raise UsageError(f"{what}: {listed(names, NAMED_METRICS)}. In [compare], type for instance {fix} (--metric)")
+        raise UsageError(f"{what}: {listed(names, NAMED_METRICS)}. In [compare], type for instance {fix}")
     near = get_close_matches(name or "", names, n=3, cutoff=0.4) or names
     raise UsageError(f"no run has the metric {name}: the results have {listed(near, NAMED_METRICS)}")
 
@@ -76,8 +76,8 @@ def metric_facts(metric: str, tables: Sequence[RunTable]) -> MetricFacts:
     merits = {fact.higher_is_better for fact in facts if fact.higher_is_better is not None}
     units: set[Unit] = {fact.unit for fact in facts if fact.unit is not None}
     last = re.sub(r"^eval_", "", metric.split(",")[0].split("/")[-1])
-    known = next((fact for pattern, fact in KNOWN if pattern.fullmatch(last)), MetricFacts())
+    by_name = next((fact for pattern, fact in KNOWN if pattern.fullmatch(last)), MetricFacts())
     return MetricFacts(
-        known.higher_is_better if not merits else merits.pop() if len(merits) == 1 else None,
-        known.unit if not units else units.pop() if len(units) == 1 else None,
+        by_name.higher_is_better if not merits else merits.pop() if len(merits) == 1 else None,
+        by_name.unit if not units else units.pop() if len(units) == 1 else None,
     )

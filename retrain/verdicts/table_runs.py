@@ -165,7 +165,7 @@ def same_problems(runs: Sequence[TableRun], *, common: bool) -> tuple[list[Table
         raise UsageError(f"{where} do not have the same problems: {counts} are in one of them only; {fix}")
     if bare := next((run for run in finished if run.steps and run.last_step not in run.answers), None):
         raise UsageError(f"{bare.name} has no answers to problems, so that common ones cannot be compared")
-    kept = [
+    restricted = [
         replace(
             run,
             numbers={step: value for step, value in run.numbers.items() if step not in run.answers},
@@ -178,7 +178,7 @@ def same_problems(runs: Sequence[TableRun], *, common: bool) -> tuple[list[Table
         else run
         for run in runs
     ]
-    return kept, len(set().union(*(keys for _, _, keys in keyed))) - len(shared)
+    return restricted, len(set().union(*(keys for _, _, keys in keyed))) - len(shared)
 
 
 def require_possible_values(runs: Sequence[TableRun], measure: Measure) -> None:

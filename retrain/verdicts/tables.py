@@ -108,11 +108,12 @@ def judge_tables(
 
 def _chosen(tables: Sequence[RunTable], labels: Sequence[str], compare: Compare, notes: list[str]) -> list[RunTable]:
     """Return the tables of the chosen conditions and seeds. Runs without a known seed are kept."""
-    found = sorted({table.condition for table in tables})
+    names = sorted({table.condition for table in tables})
     chosen = [table for table in tables if table.condition in labels]
     if not chosen:
-        raise UsageError(f"no run of {listed(labels, NAMED)}: the results have {listed(found, NAMED) or 'no runs'}")
-    if others := [label for label in found if label not in labels]:
+        others = f" of {listed(labels, NAMED)}: there are those of {listed(names, NAMED)}" if names else ""
+        raise UsageError(f"there are no results{others}")
+    if others := [label for label in names if label not in labels]:
         notes.append(f"Not among the conditions, and left out: {listed(others, NAMED)}.")
     seeds = compare.seeds
     if seeds is not None:
@@ -194,8 +195,8 @@ def _check_ends(runs: Sequence[TableRun], measure: Measure, compare: Compare, no
     else:
         raise UsageError(
             f"{short.name} ends after {short.last_step} steps and {long.name} after {long.last_step}: in [compare], "
-            f"type steps = {long.last_step} (runs that end earlier are unfinished; --steps), or "
-            f'metric = "auc:{measure.key}" (the area under the curve)'
+            f"type steps = {long.last_step} (--steps {long.last_step}; runs that end earlier are unfinished), or "
+            f'metric = "auc:{measure.key}" (--metric auc:{measure.key}, the area under the curve)'
         )
 
 
@@ -221,8 +222,8 @@ def _missing(
         planned = range(1, len(compare.seeds or ()) + 1)
         absent = [(label, n, f"{label} run {n}") for label in labels for n in planned if n > len(seeds[label])]
     else:
-        found = sorted({seed for of_label in seeds.values() for seed in of_label if seed is not None})
-        planned = compare.seeds or (found if comparing == "pairs" else [])
+        present = sorted({seed for of_label in seeds.values() for seed in of_label if seed is not None})
+        planned = compare.seeds or (present if comparing == "pairs" else [])
         absent = [(label, n, f"{label} seed {n}") for label in labels for n in planned if n not in seeds[label]]
     return [RunResult(name, label, seed, "missing", None, Path(), (0, seed)) for label, seed, name in absent]
 
@@ -233,7 +234,8 @@ def _require_values(results: Sequence[RunResult], measure: Measure) -> None:
         return
     needs = "two evaluations" if measure.summary == "auc" else "three evaluations after the start"
     raise UsageError(
-        f'no run has {needs}, which {measure.summary} needs: in [compare], type metric = "{measure.key}" (--metric)'
+        f"no run has {needs}, which {measure.summary} needs: in [compare], type "
+        f'metric = "{measure.key}" (--metric {measure.key})'
     )
 
 

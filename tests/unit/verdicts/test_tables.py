@@ -167,6 +167,7 @@ def test_last3_needs_three_evaluations():
         ("style", {"higher_is_better": True}, "know the unit of style"),
         ("reward", {}, "know the unit of reward"),
         ("acc", {"metric": "ac"}, "no run has the metric ac: the results have acc"),
+        ("acc", {"conditions": ["c", "d"]}, "there are no results of c, d: there are those of a, b"),
     ],
 )
 def test_what_is_not_known_is_asked_for(metric, compare, message):
