@@ -244,7 +244,7 @@ class _Collector:
         seed = files.entry.seed if seed is None else seed
         run = agreed("run", files.run, row.run, path, row)
         if condition is None:
-            names = [name for name in (run, files.fallback) if name]
+            names = [name for name in (run, files.fallback) if name and not name.isdigit()]
             has_seed = (name for name in names if condition_and_seed(name)[1] is not None)
             condition, of_name = condition_and_seed(next(has_seed, *names[:1]) if names else "")
             seed = of_name if seed is None else seed

@@ -74,7 +74,7 @@ def find_runs(entry: Results, base: Path) -> list[RunFiles]:
         return _runs_of_files(entry, matched, known)
     is_pattern = TOKEN.search(entry.path) is not None
     runs = [run for match in directories for run in _runs_of_directory(entry, match, known, is_pattern)]
-    if not any(run.files for run in runs):
+    if not runs or (is_pattern and not any(run.files for run in runs)):
         where = entry.path if is_pattern else f"{entry.path} and its subdirectories"
         if known is not None:
             raise NothingFound(
@@ -209,8 +209,8 @@ def _runs_of_files(entry: Results, matched: Sequence[Match], known: Format | Non
 
 
 def _runs_of_directory(entry: Results, match: Match, known: Format | None, is_run: bool) -> list[RunFiles]:
-    """Return the run whose directory this is, else a run for each of its subdirectories. With ``is_run``, a directory
-    without results is a run too, which has no files."""
+    """Return the run whose directory this is, else a run for each of its subdirectories. With ``is_run``, or if its
+    name has a seed, a directory without results is a run too, which has no files."""
     if run := _run_of_directory(entry, match, known, nested=False):
         return [run]
     inside = [Match(match.path / name, match.values) for name in _entries(match.path)]
@@ -222,8 +222,10 @@ def _runs_of_directory(entry: Results, match: Match, known: Format | None, is_ru
     if len(with_files) > 1 or has_seeds:
         # Beside directories that are named by seeds, one that is not, and has no results, is no run
         return [run for run in runs if run.files or run.seed is not None or not has_seeds]
-    run = _run_of_directory(entry, match, known) or (_directory(entry, match) if is_run else None)
-    return [run] if run else []
+    if run := _run_of_directory(entry, match, known):
+        return [run]
+    run = _directory(entry, match)
+    return [run] if is_run or run.seed is not None else []
 
 
 def _run_of_directory(entry: Results, match: Match, known: Format | None, nested: bool = True) -> RunFiles | None:

@@ -161,7 +161,7 @@ def columns_of(path: Path) -> list[str]:
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 
 FORMAT = Format(
-    tool="a table (CSV, JSON Lines or Parquet)",
+    tool="tables",
     patterns=tuple(f"*{ending}" for ending in ENDINGS),
     recognises=lambda path: path.suffix.lower() in ENDINGS,
     rows=rows,

@@ -69,7 +69,7 @@ def _panel_rows(path: Path, batch: Batch, request: Request) -> Iterator[ResultRo
     # Columns such as "<run> - _step" belong to the x axis
     names = [name for name in names if not name.endswith(RANGE) and not name.rpartition(SEPARATOR)[2].startswith("_")]
     steps = _column(path, batch, axis, as_integer)
-    suffix = _metric_suffix(names, request.metric)
+    suffix = _metric_suffix(names, request.metric or request.column)
     for name in names:
         run, metric = _split(name, suffix)
         if request.metric not in (None, metric):
@@ -107,12 +107,13 @@ def _run_rows(path: Path, batch: Batch, request: Request) -> Iterator[ResultRow]
     steps = _column(path, batch, "_step", as_integer) if "_step" in cells else nothing
     times = _column(path, batch, "Created", as_time) if "Created" in cells else nothing
     groups = cells.get("Group", nothing)
-    for metric in [request.metric] if request.metric in cells else _metrics(cells) if request.metric is None else []:
-        values = _column(path, batch, str(metric), as_number)
+    wanted = request.metric or request.column
+    for metric in [str(wanted)] if wanted in cells else [] if request.metric else _metrics(cells):
+        values = _column(path, batch, metric, as_number)
         for index, (line, name, state) in enumerate(zip(lines, cells["Name"], cells["State"], strict=True)):
             condition, seed = condition_and_seed(str(name))
             yield ResultRow(
-                str(metric),
+                metric,
                 values[index],
                 steps[index],
                 condition=str(groups[index] or condition),
@@ -137,4 +138,4 @@ def _column(path: Path, batch: Batch, name: str, convert: Callable[[object], Num
     return Converted(convert).column(batch[1][name], path, name, batch[0])
 
 
-FORMAT = Format(tool="Weights & Biases (CSV export)", patterns=("*.csv",), recognises=recognises, rows=rows)
+FORMAT = Format(tool="Weights & Biases", patterns=("*.csv",), recognises=recognises, rows=rows)

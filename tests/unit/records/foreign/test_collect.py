@@ -118,6 +118,15 @@ def test_a_folder_of_runs_names_those_without_results(write, gather, tool):
     assert not tables[1].numbers
 
 
+def test_a_directory_that_is_named_as_a_run_and_empty_is_a_failed_run(write, gather, tool):
+    write("grpo_s1/eval.jsonl", row(0.5))
+    write("grpo_s2/log.txt")
+
+    tables = gather(Results(path="grpo_s1"), Results(path="grpo_s2"))
+
+    assert [(table.name, table.state) for table in tables] == [("grpo seed 1", "unknown"), ("grpo seed 2", "failed")]
+
+
 @pytest.mark.parametrize("path", ["out/{condition}", "out/*/seed*", "out/{condition}/seed{seed}", "out/**/eval.jsonl"])
 def test_directories_of_seeds_inside_those_of_conditions(write, gather, tool, path):
     for condition, seed in [("grpo", 1), ("grpo", 2), ("rloo", 1), ("rloo", 2)]:
@@ -248,6 +257,7 @@ def test_the_path_wins_over_the_name_of_a_model(write, gather, tool):
          r"grpo_s1.jsonl:1 and .*grpo_s1.jsonl:2 have different values of acc .*step 10\)"),
         ({"grpo_s1.jsonl": [row(0.5, problem="p"), row(0.6, problem="p")]}, "*.jsonl", "problem p, answer 0"),
         ({"a.jsonl": [row(0.5)]}, "a.jsonl", "a.jsonl names no condition"),
+        ({"a.jsonl": [row(0.5, run="1")]}, "a.jsonl", "a.jsonl names no condition"),
         ({"grpo_s1.jsonl": [row(0.5), row(0.5, metric="score")]}, "*.jsonl",
          "2 metrics; name one: --metric acc, --metric score"),
         ({"grpo_s1.jsonl": [row(0.5, set="a"), row(0.5, set="b")]}, "*.jsonl",

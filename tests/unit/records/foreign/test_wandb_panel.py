@@ -25,7 +25,7 @@ RUNS = (
 def rows_of(path: Path, content: str, metric: str | None = None) -> list[ResultRow]:
     path.write_text(content)
     assert WANDB.recognises(path)
-    return list(WANDB.rows(path, Request(metric)))
+    return list(WANDB.rows(path, Request(None if metric and "/" in metric else metric, column=metric)))
 
 
 def test_panel_has_a_column_for_each_run(tmp_path: Path):
@@ -71,11 +71,18 @@ def test_grouped_panel_has_conditions_without_seeds(tmp_path: Path):
 def test_table_of_runs(tmp_path: Path):
     rows = rows_of(tmp_path / "runs.csv", RUNS)
 
+    assert rows_of(tmp_path / "runs.csv", RUNS.replace("_step", "global_step"), "eval/acc")[0].metric == "eval/acc"
     assert rows == [
         ResultRow("eval/acc", 0.7, 200, "heldout", None, 0, "grpo", "brave-sun-3", 1, "done", 1795860000.0, 2),
         ResultRow("eval/acc", 0.5, 80, "heldout", None, 0, "grpo", "calm-sea-4", 2, "failed", 1795860000.0, 3),
         ResultRow("eval/acc", None, 10, "heldout", None, 0, "rloo", "rloo_s3", 3, "unfinished", 1795860000.0, 4),
     ]
+
+
+def test_run_without_any_point_has_no_value(tmp_path: Path):
+    rows = rows_of(tmp_path / "panel.csv", "Step,a_s1 - acc,b_s1 - acc\n0,0.5,\n")
+
+    assert [(row.condition, row.step, row.value) for row in rows] == [("a", 0, 0.5), ("b", None, None)]
 
 
 def test_text_in_a_panel_is_refused_with_its_line(tmp_path: Path):
