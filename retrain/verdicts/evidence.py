@@ -1,9 +1,10 @@
 """Collect a report's data from a campaign's files: curves over seeds, distributions, answers to the same prompt."""
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -20,6 +21,7 @@ from retrain.records.schema.comparison import Comparison
 from retrain.records.schema.layout import GENERATIONS
 from retrain.verdicts.pooling import compare_directories, read_source
 from retrain.verdicts.results import Measure, RunResult, first_set, value_text
+from retrain.verdicts.tables import TableComparison
 
 Point = tuple[float, float]
 Completion = Row  # A row of ``emergence/evaluations.jsonl`` or ``emergence/generations.jsonl``
@@ -38,6 +40,8 @@ class Campaign:
     comparison: Comparison
     runs: list[RunResult]
     configs: dict[str, Row]
+    # Measure of results of other tools, of which only evaluations are known; None for runs of retrain
+    foreign: Measure | None = None
 
     @property
     def labels(self) -> list[str]:
@@ -45,7 +49,10 @@ class Campaign:
 
     @property
     def measure(self) -> Measure:
-        return Measure(self.comparison.summary, self.comparison.metric)
+        return self.measure_of(self.comparison.summary, self.comparison.metric)
+
+    def measure_of(self, summary: str, key: str) -> Measure:
+        return Measure(summary, key) if self.foreign is None else replace(self.foreign, summary=summary, key=key)
 
     @property
     def set_names(self) -> list[str]:
@@ -76,6 +83,12 @@ def read_campaign(directory: Path) -> Campaign:
     configs = {condition_name(label): config for label, config in configs.items()}
     renamed = TypeAdapter(Comparison).validate_python(_with_condition_names(comparison, labels))
     return Campaign(directory, manifest, renamed, runs, configs)
+
+
+def campaign_of_tables(name: str, judged: TableComparison) -> Campaign:
+    """Return other tools' results for a report; ``name`` is the comparison file or the paths that were compared."""
+    manifest = {"name": name, "updated": time.time()}
+    return Campaign(Path(), manifest, judged.comparison, judged.runs, {}, foreign=judged.measure)
 
 
 def _with_condition_names(report: object, labels: Iterable[str]) -> object:
@@ -114,10 +127,10 @@ class Curve(TypedDict):
     part: Sequence[Point]
 
 
-def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, smooth: bool) -> Curve:
+def curve(label: str, index: int, runs: Sequence[RunResult], measure: Measure, *, smooth: bool) -> Curve:
     lines: list[tuple[RunResult, Sequence[Point]]] = []
     for run in runs:
-        points: Sequence[Point] = run.curve(key)
+        points: Sequence[Point] = run.curve(measure.key, measure.set_name)
         if smooth and points:
             steps, levels = zip(*points, strict=True)
             averages = moving_average(np.arange(len(steps)), np.array(levels), window_of(len(steps)))
@@ -127,12 +140,13 @@ def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, smooth
     finished = [dict(points) for run, points in lines if run.done]
     common = sorted(set.intersection(*map(set, finished))) if finished else []
     values = np.array([[points[step] for step in common] for points in finished])
-    ends = interval_of_means(values, Measure(key=key).is_share)
+    ends = interval_of_means(values, measure.is_share)
     return {
         "label": label, "index": index, "n": len(finished),
         "mean": list(zip(common, values.mean(axis=0).tolist(), strict=True)) if common else [],
         "band": [] if ends is None else list(zip(common, *(end.tolist() for end in ends), strict=True)),
-        "runs": [{"seed": run.seed, "points": points} for run, points in lines], "part": _parts(runs, key),
+        "runs": [{"seed": run.seed, "points": points} for run, points in lines],
+        "part": _parts(runs, measure.key),
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ was stopped. Texts and tables are in the HTML and need no script; a script draws
 import os
 from pathlib import Path
 
-from retrain.errors import NotOurs, StorageError, UsageError
+from retrain.errors import NotOurs, StorageError, UsageError, printable
 from retrain.files import write_text
 from retrain.ownership import owner_of
 from retrain.records.pages import document, generator
@@ -29,9 +29,21 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     """
     target = out or directory / REPORT
     target = target / REPORT if target.is_dir() else target
-    if os.path.lexists(target) and not _is_report_of(directory, target):
+    if os.path.lexists(target) and not _is_made_by(_signature(directory), target):
         raise NotOurs(f"{target} is not a report of {directory} and is left as it is: give another file with --out")
-    text = report_html(read_campaign(directory))
+    return _write(read_campaign(directory), target)
+
+
+def write_foreign_report(campaign: Campaign, target: Path) -> Path:
+    """Write the report of other tools' results to ``target`` and return its path. Raises as ``write_report``."""
+    name = campaign.manifest["name"]
+    if os.path.lexists(target) and not _is_made_by(_foreign_signature(campaign), target):
+        raise NotOurs(f"{target} is not a report of {name} and is left as it is: give another file with --report")
+    return _write(campaign, target)
+
+
+def _write(campaign: Campaign, target: Path) -> Path:
+    text = report_html(campaign)
     try:
         write_text(target, text)
     except StorageError as error:
@@ -44,34 +56,40 @@ def _signature(directory: Path) -> str:
     return f"retrain {owner.id} {owner.place}" if owner else "retrain"
 
 
-def _is_report_of(directory: Path, target: Path) -> bool:
+def _foreign_signature(campaign: Campaign) -> str:
+    return f"retrain compare {printable(campaign.manifest['name'])}"
+
+
+def _is_made_by(signature: str, target: Path) -> bool:
     if target.is_symlink() or not target.is_file():
         return False
     with open(target, encoding="utf-8", errors="replace") as file:
-        return generator(_signature(directory)) in file.read(1 << 12)
+        return generator(signature) in file.read(1 << 12)
 
 
 def report_html(campaign: Campaign) -> str:
-    manifest = campaign.manifest
+    manifest, is_foreign = campaign.manifest, campaign.foreign is not None
     # The analysis of the first finished run, and those of the other conditions, if any.
     squeezes = [each for each in (manifest.get("squeeze"), *(manifest.get("squeezes") or {}).values()) if each]
     audits = audited(campaign.runs, campaign.labels)
     charts = charts_of(campaign, audits, squeezes)
     secondary, runs = sections.secondary(campaign), sections.run_rows(campaign)
     sampled, same_prompts = sections.same_prompts(campaign)
+    problems, (heads, results) = sections.problem_changes(campaign), sections.results(campaign)
     configured, settings = sections.settings_rows(campaign)
     parts = {
         "Curves": charts.get("curves"), "Reward and audit": audits, "Results": True, "Same prompt": same_prompts,
-        "Distributions": charts.get("distributions"), "LoRA rank": squeezes,
+        "Problems": problems, "Distributions": charts.get("distributions"), "LoRA rank": squeezes,
         "Settings": settings or len(configured) > 1, "Runs": runs,
     }  # fmt: skip
     return document(
         REPORT, styles=STYLES, script="pages/report.js", libraries=["vendor/uplot/uPlot.iife.min.js"],
-        made_by=_signature(campaign.directory), title=f"{manifest['name']}: report",
+        made_by=_foreign_signature(campaign) if is_foreign else _signature(campaign.directory),
+        title=f"{manifest['name']}: report",
         name=manifest["name"], labels=campaign.labels, comparison=campaign.comparison, charts=charts,
         sections=[title for title, part in parts.items() if part], facts=sections.facts(campaign),
         verdicts=sections.verdicts(campaign), audits=audits, measure=sections.title_of(campaign.measure),
-        heads=sections.RESULTS, results=sections.results(campaign), secondary=secondary, sampled=sampled,
+        heads=heads, results=results, problems=problems, is_foreign=is_foreign, secondary=secondary, sampled=sampled,
         same_prompts=same_prompts, squeezes=[sections.squeeze_table(report) for report in squeezes],
         configured=configured, settings=settings, runs=runs,
     )  # fmt: skip

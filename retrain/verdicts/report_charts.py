@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retrain.config.evaluation import PART_EVERY
+from retrain.config.evaluation import HELDOUT, PART_EVERY
 from retrain.config.tasks import AUDIT
 from retrain.records.histograms import counted, edges_of
 from retrain.records.schema.base import Row, Values
@@ -18,7 +18,7 @@ from retrain.verdicts.results import Measure
 Chart = Mapping[str, object]
 DIGITS = 4  # Significant digits of the numbers that are drawn
 Range = Mapping[str, int | None]
-SHARE, POSITIVE = {"min": 0, "max": 1}, {"min": 0, "max": None}
+SHARE, POSITIVE, ANY = {"min": 0, "max": 1}, {"min": 0, "max": None}, {"min": None, "max": None}
 
 
 class ChartedMetric(NamedTuple):
@@ -56,6 +56,8 @@ def charts_of(campaign: Campaign, audits: Sequence[AuditComparison], squeezes: S
 
 
 def name_of(measure: Measure) -> str:
+    if measure.set_name is not None:
+        return measure.key if measure.set_name == HELDOUT else f"{measure.key} on {measure.set_name}"
     if measure.key == "correct_rate":
         return "correct rate while training"
     accuracy = accuracy_name(measure.key)
@@ -72,20 +74,27 @@ def _results(campaign: Campaign) -> list[Chart]:
 
 
 def _curves(campaign: Campaign) -> list[Chart]:
+    if campaign.foreign is not None:
+        measure = campaign.measure
+        unit, limits = ("%", SHARE) if measure.is_share else ("", ANY)
+        metric = ChartedMetric(measure.key, name_of(measure), unit, limits, False)
+        chart = _curve_chart(campaign, metric, measure)
+        return [chart] if chart is not None else []
     keys = [f"eval/{name}/correct_rate" for name in campaign.set_names]
     held_out = [ChartedMetric(key, accuracy_name(key), "%", SHARE, False) for key in keys]
     charts = [_curve_chart(campaign, metric) for metric in (*held_out, *CURVES)]
     return [chart for chart in charts if chart is not None]
 
 
-def _curve_chart(campaign: Campaign, metric: ChartedMetric) -> Chart | None:
+def _curve_chart(campaign: Campaign, metric: ChartedMetric, measure: Measure | None = None) -> Chart | None:
     key, smooth = metric.key, metric.is_noisy
+    measure = measure or Measure(key=key)
     rows = (row for run in campaign.runs for row in run.rows)
     if key == "mean_reward" and all(row.get(key) == row.get("correct_rate") for row in rows):
         return None  # Rewards are 0 and 1: the curve would repeat that of the correct rate.
     # Back pressure acts on a whole cohort: the line of the first condition stands for all.
     labels = campaign.labels[:1] if key.startswith("bp_") else campaign.labels
-    curves = [curve(label, index, campaign.of(label), key, smooth=smooth) for index, label in enumerate(labels)]
+    curves = [curve(label, index, campaign.of(label), measure, smooth=smooth) for index, label in enumerate(labels)]
     if key.startswith("sepa_"):  # Conditions without SEPA have 0 at every step.
         curves = [line for line in curves if any(y > 0 for run in line["runs"] for _, y in run["points"])]
     curves = [line for line in curves if line["runs"] or line["part"]]
@@ -115,7 +124,9 @@ def _lines(
 def _audited(campaign: Campaign, audit: AuditComparison) -> Chart:
     keys = {"reward": f"eval/{audit.name}/reward_mean", "audit": f"eval/{audit.name}/{AUDIT}"}
     runs = campaign.of(audit.label)
-    curves = [curve(title, index, runs, key, smooth=False) for index, (title, key) in enumerate(keys.items())]
+    curves = [
+        curve(title, index, runs, Measure(key=key), smooth=False) for index, (title, key) in enumerate(keys.items())
+    ]
     for line in curves:
         line["runs"], line["part"] = [], []
     caption = "held-out problems, mean of the seeds, band: 95 % interval; the audit trains nothing"
@@ -123,6 +134,8 @@ def _audited(campaign: Campaign, audit: AuditComparison) -> Chart:
 
 
 def _distributions(campaign: Campaign) -> list[Chart]:
+    if campaign.foreign is not None:
+        return []
     after_training: dict[str, list[Completion]] = {}
     kind = ""
     for label in campaign.labels:

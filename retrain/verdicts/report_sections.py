@@ -1,10 +1,11 @@
 """Build the texts and tables of a report for ``ui/templates/report.html``, which escapes all of them."""
 
 import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from retrain.errors import plural
+from retrain.errors import plural, printable
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.comparison import ConditionComparison, ConditionSummary
 from retrain.records.schema.layout import LOG, METRICS
@@ -12,14 +13,16 @@ from retrain.records.tables import short_metric, squeeze_cells, squeeze_columns,
 from retrain.util.text import duration, points, probability, short
 from retrain.verdicts.declaration import EXPLORATORY, INTERIM
 from retrain.verdicts.evidence import Campaign, Completion, completions, settings, twins
+from retrain.verdicts.problem_scores import problem_scores
 from retrain.verdicts.report_charts import name_of
 from retrain.verdicts.results import Measure, RunResult
 from retrain.verdicts.wording import brackets, difference_words, new_problems, number
 
 NOTHING = "–"
 TWINS = 8  # Prompts shown for each comparison
+COSTS = ("tokens / run", "s / run")
 RESULTS = ("condition", "finished", "before", "after", "IQM", "typical difference", "p", "mean difference", "P(better)",
-           "tokens / run", "s / run")  # fmt: skip
+           *COSTS)  # fmt: skip
 
 
 def facts(campaign: Campaign) -> list[str]:
@@ -29,6 +32,9 @@ def facts(campaign: Campaign) -> list[str]:
         f"{plural(len(campaign.labels), 'condition')} × {plural(len({run.seed for run in runs}), 'seed')}",
         ", ".join(f"{count} {state}" for state, count in states.items()),
     ]
+    made = f"{datetime.datetime.fromtimestamp(campaign.manifest['updated'], datetime.UTC):%Y-%m-%d %H:%M} UTC"
+    if campaign.foreign is not None:
+        return [*lines, made]
     if config := next(iter(campaign.configs.values()), {}):
         training = config["training"]
         lines += [
@@ -37,8 +43,7 @@ def facts(campaign: Campaign) -> list[str]:
             f"data {config['data']['source']}",
         ]
     tokens, seconds = sum(level.tokens for level in conditions), sum(level.seconds for level in conditions)
-    made = datetime.datetime.fromtimestamp(campaign.manifest["updated"], datetime.UTC)
-    return [*lines, f"{short(tokens)} tokens, {duration(seconds)} of device time", f"{made:%Y-%m-%d %H:%M} UTC"]
+    return [*lines, f"{short(tokens)} tokens, {duration(seconds)} of device time", made]
 
 
 def verdicts(campaign: Campaign) -> list[tuple[str, str, str]]:
@@ -64,8 +69,11 @@ def title_of(measure: Measure) -> str:
     return f"Area under {name}" if measure.summary == "auc" else f"Final {name}"
 
 
-def results(campaign: Campaign) -> list[list[str]]:
-    return [_result(condition, campaign.measure) for condition in campaign.comparison.conditions]
+def results(campaign: Campaign) -> tuple[Sequence[str], list[list[str]]]:
+    """Return headings, and one row per condition."""
+    heads = RESULTS if campaign.foreign is None else RESULTS[: -len(COSTS)]
+    rows = [_result(condition, campaign.measure) for condition in campaign.comparison.conditions]
+    return heads, [row[: len(heads)] for row in rows]
 
 
 def _result(condition: ConditionComparison, measure: Measure) -> list[str]:
@@ -104,7 +112,7 @@ def secondary(campaign: Campaign) -> tuple[list[str], list[list[str]]]:
     labels = campaign.labels
     heads, rows = ["metric", *labels, *(f"{label} − baseline" for label in labels[1:])], []
     for comparison in campaign.comparison.secondary:
-        measure = Measure(comparison.summary, comparison.metric)
+        measure = campaign.measure_of(comparison.summary, comparison.metric)
         name = "" if measure.summary == "final" else f"{measure.summary}:"
         levels = [_level(condition, measure) for condition in comparison.conditions]
         differences = [difference_words(condition, measure) or NOTHING for condition in comparison.conditions[1:]]
@@ -114,7 +122,10 @@ def secondary(campaign: Campaign) -> tuple[list[str], list[list[str]]]:
 
 def same_prompts(campaign: Campaign) -> tuple[str, list[Row]]:
     """Return a phrase that names the completions, and for each pair of sides the prompts whose solve rate differs most.
-    The pairs are baseline and condition after training, then each condition before and after training."""
+    The pairs are baseline and condition after training, then each condition before and after training. The texts of
+    other tools are not kept."""
+    if campaign.foreign is not None:
+        return "", []
     sampled = {run.run_id: completions(run, campaign.shown_set) for run in campaign.runs if run.done}
     baseline, *others = campaign.labels
     base = {run.pair: run for run in campaign.of(baseline) if run.done}
@@ -139,6 +150,54 @@ def _twins(title: str, names: tuple[str, str], sides: list[tuple[int, list[Compl
             "twins": [(twin, f"{points(twin.change, 0)} points") for twin in extremes]}  # fmt: skip
 
 
+def problem_changes(campaign: Campaign) -> list[Row]:
+    """Return tables of the problems whose mean score over runs of other tools differs most between two sides: baseline
+    and condition, then the first and the last evaluation of each condition."""
+    if campaign.foreign is None:
+        return []
+    first: dict[str, dict[str, float]] = {}
+    last: dict[str, dict[str, float]] = {}
+    for label in campaign.labels:
+        runs = [run for run in campaign.of(label) if run.done]
+        last[label] = _mean_scores([problem_scores(run, campaign.measure) for run in runs])
+        first[label] = _mean_scores([_first_scores(run, campaign.measure) for run in runs])
+    baseline, *others = campaign.labels
+    sides = [(f"{baseline} → {label}", (baseline, label), last[baseline], last[label]) for label in others]
+    sides += [(f"{label}: first → last", ("first", "last"), first[label], last[label]) for label in campaign.labels]
+    blocks = [_changes(title, names, before, after, campaign.measure) for title, names, before, after in sides]
+    return [block for block in blocks if block["rows"]]
+
+
+def _mean_scores(runs: Sequence[Mapping[str, float] | None]) -> dict[str, float]:
+    """Return the mean score over the runs of each problem that all runs have."""
+    scored = [scores for scores in runs if scores]
+    common = set.intersection(*map(set, scored)) if scored else set[str]()
+    return {problem: sum(scores[problem] for scores in scored) / len(scored) for problem in common}
+
+
+def _first_scores(run: RunResult, measure: Measure) -> Mapping[str, float] | None:
+    """Return the scores of the first evaluation, None if it is part of the run's result."""
+    step = min(run.problems or {}, default=None)
+    return None if step is None or run.problems is None or step in run.weights(measure) else run.problems[step]
+
+
+def _changes(
+    title: str, names: tuple[str, str], first: Mapping[str, float], second: Mapping[str, float], measure: Measure
+) -> Row:
+    changes = {problem: second[problem] - first[problem] for problem in sorted(first.keys() & second.keys())}
+    rises = sorted((problem for problem in changes if changes[problem] > 0), key=lambda problem: -changes[problem])
+    falls = sorted((problem for problem in changes if changes[problem] < 0), key=changes.__getitem__)
+    unit = "%" if measure.is_share else ""
+    rows = [
+        [printable(problem), number(first[problem], measure) + unit, number(second[problem], measure) + unit,
+         number(changes[problem], measure, sign=True)]
+        for problem in (*rises[:TWINS], *falls[:TWINS])
+    ]  # fmt: skip
+    counts = f"{plural(len(changes), 'problem')}: {len(rises)} higher, {len(falls)} lower"
+    heads = ["problem", *names, "change, points" if measure.is_share else "change"]
+    return {"title": title, "heads": heads, "rows": rows, "counts": counts}
+
+
 def squeeze_table(report: Values) -> Row:
     rows = [squeeze_cells(row, report) for row in report.get("rows") or []]
     heads = squeeze_columns(report)
@@ -157,17 +216,24 @@ def run_rows(campaign: Campaign) -> list[Row]:
     rows = []
     for run in sorted(campaign.runs, key=lambda run: (campaign.labels.index(run.label), run.pair)):
         value = run.result(campaign.measure)
-        pages = sorted(run.path.glob("*_iteration_*.html"))
-        linked = pages if len(pages) <= 4 else [pages[0], pages[len(pages) // 2], pages[-1]]
-        files = [(path, _page_name(path)) for path in linked]
-        files += [(run.path / name, name) for name in (METRICS, LOG) if (run.path / name).is_file()]
+        links, pages = _links(run, campaign.directory) if campaign.foreign is None else ([], 0)
         rows.append({
             "run": run, "css": {"failed": "bad", "done": ""}.get(run.state, "warn"),
+            "steps": len(run.rows) or max((int(row["step"]) for row in run.evaluations), default=0),
             "value": NOTHING if value is None else number(value, campaign.measure) + "%" * campaign.measure.is_share,
-            "links": [(quote(str(path.relative_to(campaign.directory))), text) for path, text in files],
-            "pages": len(pages) if len(pages) > len(linked) else 0,
+            "links": links, "pages": pages,
         })  # fmt: skip
     return rows
+
+
+def _links(run: RunResult, directory: Path) -> tuple[list[tuple[str, str]], int]:
+    """Return (address, text) of the run's files that are linked, and the number of its pages if some are not."""
+    pages = sorted(run.path.glob("*_iteration_*.html"))
+    linked = pages if len(pages) <= 4 else [pages[0], pages[len(pages) // 2], pages[-1]]
+    files = [(path, _page_name(path)) for path in linked]
+    files += [(run.path / name, name) for name in (METRICS, LOG) if (run.path / name).is_file()]
+    links = [(quote(str(path.relative_to(directory))), text) for path, text in files]
+    return links, len(pages) if len(pages) > len(linked) else 0
 
 
 def _page_name(path: Path) -> str:

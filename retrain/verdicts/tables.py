@@ -8,12 +8,13 @@ mean of any other number; an evaluation without graded answers (for a number: of
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from retrain.config.comparing import Compare
 from retrain.errors import UsageError, listed, plural
 from retrain.records.foreign.table import RunTable
 from retrain.records.schema.base import Row
+from retrain.records.schema.comparison import Comparison
 from retrain.verdicts.comparison import Design, baseline_of, compare_runs
 from retrain.verdicts.declaration import Standing
 from retrain.verdicts.models import model_conditions
@@ -39,7 +40,27 @@ def compare_tables(
     tools: Sequence[str] = (),
     warnings: Sequence[str] = (),
 ) -> Row:
-    """Return the ``Comparison`` of the conditions as JSON.
+    """Return the comparison of ``judge_tables`` as JSON."""
+    return judge_tables(tables, compare, standing, tools=tools, warnings=warnings).comparison.to_json()
+
+
+class TableComparison(NamedTuple):
+    """A comparison with the runs and the measure that are compared."""
+
+    comparison: Comparison
+    runs: list[RunResult]
+    measure: Measure
+
+
+def judge_tables(
+    tables: Sequence[RunTable],
+    compare: Compare,
+    standing: Standing = UNDECLARED,
+    *,
+    tools: Sequence[str] = (),
+    warnings: Sequence[str] = (),
+) -> TableComparison:
+    """Compare the conditions.
 
     ``tools``: names of the tools that wrote the files; ``warnings`` come first among the warnings of the result. The
     key ``read`` has lines about what was read and which runs are missing. Raises UsageError for results that cannot be
@@ -63,8 +84,9 @@ def compare_tables(
     _require_values(results, measure)
     if comparing != "pairs" and compare.equivalence_margin is not None:
         notes.append("equivalence_margin is not used: only runs that are paired by seed can be typically alike.")
+    compared = sorted([*results, *missing], key=lambda run: run.pair)
     comparison = compare_runs(
-        sorted([*results, *missing], key=lambda run: run.pair),
+        compared,
         labels,
         metric=measure,
         baseline=first,
@@ -74,13 +96,14 @@ def compare_tables(
         design=DESIGNS[comparing],
     )
     files = sum(len(table.files) for table in chosen)
-    return replace(
+    comparison = replace(
         comparison,
         source=f"{' and '.join(tools) or 'files'} ({plural(files, 'file')})",
         replicate="none" if comparing == "models" else "training",
         pairing="seed" if comparing == "pairs" else "none",
         read=_read(runs, [run.run_id for run in missing], len(labels), tools),
-    ).to_json()
+    )
+    return TableComparison(comparison, compared, measure)
 
 
 def _chosen(tables: Sequence[RunTable], labels: Sequence[str], compare: Compare, notes: list[str]) -> list[RunTable]:

@@ -8,6 +8,7 @@ from retrain.ui.decimation import Smoothing
 from retrain.verdicts.evidence import curve, read_campaign
 from retrain.verdicts.planning import pair_spread, seeds_needed
 from retrain.verdicts.pooling import compare_directories
+from retrain.verdicts.results import Measure
 
 
 def rewritten(path, rows):
@@ -81,7 +82,7 @@ def test_curves_and_their_smoothing_are_the_report_s(home):
     for key in ("mean_reward", "correct_rate", "eval/heldout/correct_rate", "entropy"):
         found = get(client, "/api/curves", at="one", key=key)
         for index, label in enumerate(read.labels):
-            expected = curve(label, index, read.of(label), key, smooth=False)
+            expected = curve(label, index, read.of(label), Measure(key=key), smooth=False)
             mine = found["conditions"][index]
             assert condition_name(mine["label"]) == label
             assert np.array(mine["mean"]) == pytest.approx(np.array(expected["mean"]), rel=1e-6)

@@ -1,6 +1,7 @@
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,16 @@ from helpers.records import HOSTILE, MARKER, Reader
 from retrain.campaign.planning.manifest import Manifest, write_plan
 from retrain.campaign.planning.plan import Plan
 from retrain.config import load
+from retrain.config.comparing import Compare
+from retrain.errors import NotOurs
 from retrain.files import append_jsonl
-from retrain.verdicts.evidence import read_campaign
+from retrain.records.foreign.table import RunTable
+from retrain.verdicts.declaration import Standing
+from retrain.verdicts.evidence import campaign_of_tables, read_campaign
 from retrain.verdicts.pooling import conclude
-from retrain.verdicts.report import write_report
+from retrain.verdicts.report import write_foreign_report, write_report
 from retrain.verdicts.report_sections import RESULTS, results
+from retrain.verdicts.tables import judge_tables
 
 CONDITION = '[[campaign.conditions]]\nadvantage_mode = "{}"\ntransform_mode = "none"\n'
 
@@ -70,7 +76,11 @@ def made(tmp_path: Path, seeds: int = 3, conditions: int = 2, states: dict | Non
 
 
 def harmless_report(out: Path) -> Reader:
-    reader = Reader(write_report(out).read_text(encoding="utf-8"))
+    return harmless(write_report(out))
+
+
+def harmless(path: Path) -> Reader:
+    reader = Reader(path.read_text(encoding="utf-8"))
     assert reader.tags.count("script") == 2  # the data of the charts, and the page's own
     for tag, attributes in reader.elements:
         assert tag not in ("img", "iframe", "link", "object", "form", "base"), tag
@@ -111,7 +121,7 @@ def test_a_whole_campaign(tmp_path):
 
 
 def test_the_interval_for_new_problems_is_given_once(tmp_path):
-    baseline, rloo = results(read_campaign(made(tmp_path, seeds=8)))
+    _, (baseline, rloo) = results(read_campaign(made(tmp_path, seeds=8)))
     assert baseline[RESULTS.index("typical difference")] == "baseline"
     assert rloo[RESULTS.index("typical difference")] == "+25.0 points [+25.0, +25.0] [−53.6, +100.0]"
 
@@ -135,3 +145,81 @@ def test_campaigns_of_every_shape(tmp_path, shape, parts):
         assert part.lower() in reader.text.lower()
     assert f"<script>window.{MARKER}" not in reader.page
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2066]", reader.page)
+
+
+def tables(
+    conditions: Sequence[str] = ("grpo", "rloo"),
+    seeds: Sequence[int | None] = (1, 2, 3, 4, 5, 6),
+    problems: Sequence[str] = ("p0", "p1", "p2", "p3"),
+    steps: Sequence[int] = (0, 10, 20),
+) -> list[RunTable]:
+    """Answers of another tool: the later condition solves one problem more after training."""
+    runs = []
+    for place, condition in enumerate(conditions):
+        for seed in seeds:
+            run = RunTable(condition, seed, f"{condition} seed {seed}", state="done", started=1.8e9, has_times=True)
+            grades = {step: {p: [float(i < 2 + place * (step > 0))] for i, p in enumerate(problems)} for step in steps}
+            run.answers["math", "acc"] = grades
+            runs.append(run)
+    return runs
+
+
+def foreign_report(target: Path, runs: Sequence[RunTable], name: str = "others.toml", **compare) -> Reader:
+    judged = judge_tables(runs, Compare(**compare), Standing())
+    return harmless(write_foreign_report(campaign_of_tables(name, judged), target))
+
+
+def test_a_report_of_other_tools_results(tmp_path):
+    runs = tables()
+    runs[-1].state = "failed"
+    reader = foreign_report(tmp_path / "r.html", runs)
+    for part in ("others.toml", "2 conditions × 6 seeds", "11 done, 1 failed", "rloo seed 6", "interim: 5 of 6 pairs",
+                 "Final math/acc", "change, points"):  # fmt: skip
+        assert part in reader.text
+    assert "<th>tokens / run" not in reader.page
+    (chart,) = charts_of(reader.page)["curves"]
+    grpo, rloo = chart["body"]["conditions"]
+    assert chart["unit"] == "%"
+    assert grpo["mean"] == [[0, 0.5], [10, 0.5], [20, 0.5]]
+    assert rloo["mean"] == [[0, 0.5], [10, 0.75], [20, 0.75]]
+    assert len(rloo["band"]) == 3
+    changes = re.sub(r"\s+", " ", reader.text[reader.text.index("grpo → rloo") :])
+    assert changes.startswith(
+        "grpo → rloo 4 problems: 1 higher, 0 lower problemgrporloochange, points p20.0%100.0%+100.0 rloo: first → last"
+    )
+
+
+@pytest.mark.parametrize(("shape", "compare", "part"), [
+    ({"seeds": [None] * 6}, {}, "permutations of whole runs"),
+    ({"seeds": [None]}, {}, "say nothing about another training run"),
+    ({"steps": [0]}, {}, "Final math/acc"),
+    ({"conditions": ["grpo"]}, {}, "One condition: nothing is compared"),
+    ({}, {"seeds": [1, 2, 3, 4, 5, 6, 7]}, "2 missing"),
+    ({}, {"metric": "auc:acc"}, "Area under math/acc"),
+])  # fmt: skip
+def test_other_tools_results_of_every_shape(tmp_path, shape, compare, part):
+    assert part in re.sub(r"\s+", " ", foreign_report(tmp_path / "r.html", tables(**shape), **compare).text)
+
+
+def test_names_of_other_tools_are_hostile_texts(tmp_path):
+    texts = [text for text in HOSTILE.values() if text.strip()]
+    problems = dict.fromkeys(f"{text} {i}" for i, text in enumerate([*texts, *texts]))
+    runs = tables(
+        conditions=[HOSTILE["script"], HOSTILE["script_end"], HOSTILE["high_surrogate"]], problems=list(problems)
+    )
+    reader = foreign_report(tmp_path / "r.html", runs, name=HOSTILE["comment_end"])
+    assert "Problems" in reader.text
+    assert f"<script>window.{MARKER}" not in reader.page
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2066]", reader.page)
+
+
+def test_a_report_replaces_only_a_report_of_the_same_results(tmp_path):
+    target = tmp_path / "r.html"
+    foreign_report(target, tables())
+    foreign_report(target, tables(seeds=[1, 2]))
+    with pytest.raises(NotOurs, match="give another file with --report"):
+        foreign_report(target, tables(), name="more.toml")
+    target.write_text("mine")
+    with pytest.raises(NotOurs):
+        foreign_report(target, tables())
+    assert target.read_text() == "mine"

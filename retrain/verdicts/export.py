@@ -1,0 +1,193 @@
+"""Write a campaign of retrain as a long table, which ``retrain compare`` and other tools read.
+
+The table has a row for each number of a held-out evaluation and for each graded answer. ``FILE.toml`` beside it is the
+comparison as the campaign declared it, ``FILE.toml.lock`` its declaration with the time of the campaign's.
+"""
+
+import csv
+import io
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from os.path import lexists
+from pathlib import Path
+
+from retrain.config.campaign import condition_name
+from retrain.config.comparing import ComparisonFile
+from retrain.config.describe import document, toml
+from retrain.errors import NotOurs, StorageError, UsageError, printable
+from retrain.files import dumps, iter_jsonl, write_text
+from retrain.records.reader import held_out_completions, read_manifest
+from retrain.records.schema.base import Row, Values
+from retrain.records.schema.layout import EVALS, SPANS
+from retrain.verdicts.declaration import EXPLORATORY
+from retrain.verdicts.lock import Lock, lock_path
+from retrain.verdicts.pooling import Source, compare_directories, read_source
+from retrain.verdicts.problem_scores import problem_scores
+from retrain.verdicts.results import Measure, RunResult
+from retrain.verdicts.rule import interim_seeds
+
+COLUMNS: Sequence[str] = (
+    "condition", "run", "seed", "state", "step", "set", "metric", "value", "problem", "sample", "time",
+)  # fmt: skip
+ACCURACY = "correct_rate"
+TRAINING = "training"  # Set of a metric of training, whose one row has the run's value
+
+
+def export(directory: Path, target: Path) -> list[str]:
+    """Write the campaign's results to ``target`` (.csv) and its declaration beside it; return lines to print.
+
+    Raises UsageError for another ending, NotOurs if one of the files exists.
+    """
+    if target.suffix != ".csv":
+        raise UsageError(f"{target} has to end in .csv: the results are written as a table of text")
+    file = target.with_suffix(".toml")
+    for path in (target, file, lock_path(file)):
+        if lexists(path):
+            raise NotOurs(f"{path} exists and is left as it is: delete it or give another file with --export")
+    source, comparison = read_source(directory), compare_directories([directory])
+    measure = Measure(comparison["summary"], comparison["metric"])
+    results = _Results(source, measure)
+    declared = results.declaration(target.name, comparison["margin"])
+    texts = {target: _csv_text(results), file: _toml_text(directory, target, declared)}
+    losses = _losses(source, measure)
+    if comparison["standing"] == EXPLORATORY:
+        reasons = dict.fromkeys(reason for each in comparison["conditions"] for reason in each["standing_reasons"])
+        losses.append(f"no lock is written, the comparison is exploratory: {'; '.join(reasons)}")
+    else:
+        lock = Lock.of(ComparisonFile.model_validate(declared), _declaration_time(directory))
+        texts[lock_path(file)] = dumps(lock.to_row(), indent=2) + "\n"
+    try:
+        for path, text in texts.items():
+            write_text(path, text)
+    except StorageError as error:
+        raise UsageError(f"{error}; give another path") from error
+    return [*map(str, texts), *(f"note: {loss}" for loss in losses)]
+
+
+@dataclass(frozen=True)
+class _Results:
+    source: Source
+    measure: Measure
+
+    @property
+    def deciding(self) -> str:
+        """Name of the deciding metric in the table."""
+        return self.measure.key.removeprefix(f"eval/{self.measure.held_out}/")
+
+    def declaration(self, path: str, margin: float | None) -> Row:
+        """Return the comparison file as plain data."""
+        source, measure = self.source, self.measure
+        sets = {name for run in source.runs for name in run.set_names}
+        prefix = "" if measure.summary == "final" else f"{measure.summary}:"
+        place = f"{measure.held_out}/" if len(sets) > 1 and measure.held_out else ""
+        steps = {*(source.declared.get("max_steps") or {}).values()}
+        compare = {
+            "metric": f"{prefix}{place}{self.deciding}" if measure.is_held_out else f"{TRAINING}/{measure.key}",
+            "higher_is_better": measure.higher_is_better or None,
+            "unit": "share" if measure.is_share else "number",
+            "baseline": condition_name(source.labels[0]),
+            "conditions": [condition_name(label) for label in source.labels],
+            "seeds": source.declared.get("seeds") or sorted({run.seed for run in source.runs}),
+            "steps": steps.pop() if len(steps) == 1 else None,
+            "equivalence_margin": margin,
+        }
+        known = {key: value for key, value in compare.items() if value is not None}
+        return {"compare": known, "results": [{"path": path, "format": "table"}]}
+
+    def rows(self) -> Iterator[Mapping[str, object]]:
+        for run in self.source.runs:
+            first = {"condition": condition_name(run.label), "run": run.run_id, "seed": run.seed, "state": _state(run)}
+            rows = [*self._numbers(run), *self._answers(run)]
+            if not rows and run.state == "failed":
+                rows = [{"set": self.measure.held_out or TRAINING, "metric": self.deciding}]
+            yield from (first | row for row in rows)
+
+    def _numbers(self, run: RunResult) -> Iterator[Row]:
+        times = _Times(run)
+        for row in run.evaluations:
+            name, step = str(row.get("name")), int(row["step"])
+            keys = [f"eval/{name}/{ACCURACY}", *([self.measure.key] if self.measure.held_out == name else [])]
+            for key in dict.fromkeys(keys) if name in run.set_names else ():
+                metric = key.removeprefix(f"eval/{name}/")
+                yield {"step": step, "set": name, "metric": metric, "value": row.get(key), "time": times(step)}
+        value = run.value(self.measure)
+        if not self.measure.is_held_out and value is not None:
+            step = run.rows[-1]["step"] + 1
+            yield {"step": step, "set": TRAINING, "metric": self.measure.key, "value": value, "time": times(step)}
+
+    def _answers(self, run: RunResult) -> Iterator[Row]:
+        """Yield the graded answers of the evaluations on which the deciding metric depends, and of the first; none if
+        the metric is not the accuracy, of all problems or those with a tag, or differs from that of the answers."""
+        tag, _, metric = self.deciding.rpartition("/")
+        if metric != ACCURACY or problem_scores(run, self.measure) is None:
+            return
+        steps, times = {0, *run.weights(self.measure)}, _Times(run)
+        for row in held_out_completions(run.path, self.measure.held_out):
+            if row["step"] in steps and (not tag or tag in row["tags"]):
+                yield {
+                    "step": row["step"], "set": row["name"], "metric": self.deciding, "value": int(row["correct"]),
+                    "problem": row["problem_id"], "sample": row["sample"], "time": times(row["step"]),
+                }  # fmt: skip
+
+
+def _state(run: RunResult) -> str:
+    return run.state if run.state in ("done", "failed") else "unfinished"
+
+
+class _Times:
+    """Times at which a run's evaluations ended (seconds since the epoch), by the spans of its steps, else the time of
+    the file of evaluations."""
+
+    def __init__(self, run: RunResult):
+        self._spans: dict[int, list[float]] = {}
+        for row in iter_jsonl(run.path / SPANS):
+            self._spans[row["step"]] = [span["wall_end"] for span in row["spans"] if span["name"] == "eval"]
+        self._latest: float | None = None
+        with suppress(OSError):
+            self._latest = (run.path / EVALS).stat().st_mtime
+
+    def __call__(self, step: int) -> float | None:
+        # Spans of a step include the evaluation after its update, and those of step 0 also the one before it
+        ends = self._spans.get(max(step - 1, 0))
+        time = ends[-1 if step else 0] if ends else self._latest
+        return None if time is None else round(time, 3)
+
+
+def _losses(source: Source, measure: Measure) -> list[str]:
+    """Return what the table cannot express of the campaign."""
+    losses = []
+    seeds = {run.seed for run in source.runs}
+    if source.rule.has_interim_analysis and interim_seeds(len(seeds)) is not None:
+        losses.append("the table is judged without the campaign's interim analysis")
+    vary = next((run.config["campaign"].get("vary") for run in source.runs if run.config.get("campaign")), "all")
+    if vary not in (None, "all"):
+        losses.append(f'the runs were trained with vary = "{vary}", which the table does not say')
+    if not measure.is_held_out:
+        losses.append(f"{measure.name} is a number of training: the table has one value for each run")
+    return losses
+
+
+def _declaration_time(directory: Path) -> float:
+    """Return the time of the campaign's line in the registry, else the time at which the campaign was first started."""
+    manifest = read_manifest(directory)
+    with suppress(ValueError):  # "on", "off" or none
+        return datetime.fromisoformat(str(manifest.get("registry"))).timestamp()
+    return float(manifest["created"])
+
+
+def _csv_text(results: _Results) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(results.rows())
+    return text.getvalue()
+
+
+def _toml_text(directory: Path, target: Path, declared: Values) -> str:
+    command = shlex.join(["retrain", "compare", str(directory), "--export", str(target)])
+    results = [f"{key} = {toml(value)}" for key, value in declared["results"][0].items()]
+    compare = document({"compare": declared["compare"]})
+    return "\n".join([f"# Written by: {printable(command)}", compare, "[[results]]", *results]) + "\n"
