@@ -11,7 +11,7 @@ from retrain.config.comparing import ComparisonFile, is_comparison_file, load_co
 from retrain.config.describe import toml
 from retrain.errors import UsageError
 from retrain.records.foreign.collect import collect
-from retrain.records.schema.layout import MANIFEST
+from retrain.records.schema.layout import MANIFEST, PLAN
 from retrain.verdicts.evidence import campaign_of_tables
 from retrain.verdicts.export import export as export_campaign
 from retrain.verdicts.lock import declare as write_lock
@@ -91,7 +91,8 @@ def _is_ours(path: Path) -> bool:
     """Return whether this is the directory of a campaign or run of retrain, or lies where a campaign has its runs."""
     full = path.absolute()
     campaign = full.parent.parent if full.parent.name == "runs" else full.parent if full.name == "runs" else full
-    return path.is_dir() and any((directory / MANIFEST).is_file() for directory in (full, campaign))
+    files = [directory / name for directory in (full, campaign) for name in (MANIFEST, PLAN)]
+    return path.is_dir() and any(file.is_file() for file in files)
 
 
 def _require_ours(

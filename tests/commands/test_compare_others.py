@@ -4,7 +4,7 @@ import json
 
 import pytest
 from helpers.campaigns import run_cli
-from helpers.records import BASE, campaign, shifted
+from helpers.records import BASE, campaign
 
 SEEDS = range(1, 9)
 PATTERN = "outputs/{condition}/seed{seed}/{step}.jsonl"
@@ -121,14 +121,3 @@ def test_retrains_campaigns_are_not_mixed_with_other_results(results):
     assert f"retrain compare {ours} --export FILE.csv" in refusal("compare", ours, "outputs/*/*")
     assert "only --metric, --baseline, --json and --export apply" in refusal("compare", ours, "--unit", "share")
     assert "name one directory and no other option" in refusal("compare", ours, "--export", "a.csv", "--metric", "auc")
-
-
-def test_an_exported_campaign_is_compared_as_a_file(results):
-    ours = campaign(results / "ours", {"grpo": list(BASE), "rloo": shifted(0.03)})
-    before = json.loads(run_cli("compare", ours, "--json").stdout)["conditions"][1]
-
-    assert run_cli("compare", ours, "--export", "ours.csv").exit_code == 0
-    after = json.loads(run_cli("compare", "ours.toml", "--json").stdout)["conditions"][1]
-
-    assert after["typical_difference"] == pytest.approx(before["typical_difference"])
-    assert after["p_value"] == before["p_value"]
