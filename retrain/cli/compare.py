@@ -67,7 +67,11 @@ def compare(
         _require_ours(paths, ours, given, [format, declare or None, report])
         directories = [Path(path) for path in ours]
         if export is not None:
-            _export(directories, export)
+            if len(paths) > 1 or given:
+                raise UsageError(
+                    "--export writes one campaign as it was declared: name one directory and no other option"
+                )
+            print(*export_campaign(directories[0], export), sep="\n")
             return
         for directory in directories:
             require_directory(directory)
@@ -84,8 +88,10 @@ def compare(
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether this is the directory of a campaign or run of retrain, or of a run in a campaign."""
-    return path.is_dir() and any((each / MANIFEST).is_file() for each in (path, path.absolute().parent.parent))
+    """Return whether this is the directory of a campaign or run of retrain, or lies where a campaign has its runs."""
+    full = path.absolute()
+    campaign = full.parent.parent if full.parent.name == "runs" else full.parent if full.name == "runs" else full
+    return path.is_dir() and any((directory / MANIFEST).is_file() for directory in (full, campaign))
 
 
 def _require_ours(
@@ -102,12 +108,6 @@ def _require_ours(
             f"{ours[0]} is retrain's, whose comparison was declared in its file: only --metric, --baseline, --json and "
             "--export apply to it (for a report type: retrain report)"
         )
-
-
-def _export(directories: Sequence[Path], target: Path) -> None:
-    if len(directories) > 1:
-        raise UsageError("--export writes one campaign: name one directory")
-    print(*export_campaign(directories[0], target), sep="\n")
 
 
 def _comparison(

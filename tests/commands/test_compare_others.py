@@ -120,3 +120,4 @@ def test_retrains_campaigns_are_not_mixed_with_other_results(results):
 
     assert f"retrain compare {ours} --export FILE.csv" in refusal("compare", ours, "outputs/*/*")
     assert "only --metric, --baseline, --json and --export apply" in refusal("compare", ours, "--unit", "share")
+    assert "name one directory and no other option" in refusal("compare", ours, "--export", "a.csv", "--metric", "auc")

@@ -131,7 +131,7 @@ def collect(
     collector = _Collector(compare, sources, "all" if every_step else STEPS[compare.measure[0]])
     for files in sources:
         collector.read(files)
-    if sources:
+    if not allow_missing or collector.keys:
         collector.require_one_metric()
     runs = sorted(collector.runs.items(), key=lambda item: (item[0][0], -1 if item[0][1] is None else item[0][1]))
     return [run.finish() for _, run in runs]
@@ -279,9 +279,14 @@ class _Collector:
                 for place, row in self._rows(files, form, file, form.config(file.path)):
                     yield place, f"{file.path}:{row.line}"
 
+    @property
+    def keys(self) -> set[tuple[str, str]]:
+        """Sets and metrics of all runs."""
+        return {key for run in self.runs.values() for key in (*run.table.numbers, *run.table.answers)}
+
     def require_one_metric(self) -> None:
         """Raise UsageError unless the runs have exactly one set and metric of the requested name."""
-        keys = {key for run in self.runs.values() for key in (*run.table.numbers, *run.table.answers)}
+        keys = self.keys
         if len(keys) == 1 and self.without_rows:
             raise UsageError(f"no rows that are asked for in {', '.join(self.without_rows)}")
         if len(keys) == 1:

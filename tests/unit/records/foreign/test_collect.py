@@ -312,3 +312,4 @@ def test_runs_that_are_declared_may_still_be_missing(write, tmp_path):
 
     assert len(collect(entries, Compare(), tmp_path, allow_missing=True)) == 1
     assert collect(entries[1:], Compare(), tmp_path, allow_missing=True) == []
+    assert not collect(entries[:1], Compare(metric="other"), tmp_path, allow_missing=True)[0].numbers
