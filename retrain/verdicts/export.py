@@ -51,12 +51,13 @@ def export(directory: Path, target: Path) -> list[str]:
     measure = Measure(comparison["summary"], comparison["metric"])
     results = _Results(source, measure)
     declared = results.declaration(target.name, comparison["margin"])
-    texts = {target: _csv_text(results), file: _toml_text(directory, target, declared)}
-    losses = _losses(source, measure)
+    notes = [f"note: {loss}" for loss in _losses(source, measure)]
     if comparison["standing"] == EXPLORATORY:
         reasons = dict.fromkeys(reason for each in comparison["conditions"] for reason in each["standing_reasons"])
-        losses.append(f"no lock is written, the comparison is exploratory: {'; '.join(reasons)}")
-    else:
+        notes.append(f"note: no lock is written, the comparison is exploratory: {'; '.join(reasons)}")
+    command = shlex.join(["retrain", "compare", str(directory), "--export", str(target)])
+    texts = {target: _csv_text(results), file: _toml_text([f"Written by: {command}", *notes], declared)}
+    if comparison["standing"] != EXPLORATORY:
         lock = Lock.of(ComparisonFile.model_validate(declared), _declaration_time(directory))
         texts[lock_path(file)] = dumps(lock.to_row(), indent=2) + "\n"
     try:
@@ -64,7 +65,7 @@ def export(directory: Path, target: Path) -> list[str]:
             write_text(path, text)
     except StorageError as error:
         raise UsageError(f"{error}; give another path") from error
-    return [*map(str, texts), *(f"note: {loss}" for loss in losses)]
+    return [*map(str, texts), *notes]
 
 
 @dataclass(frozen=True)
@@ -186,8 +187,7 @@ def _csv_text(results: _Results) -> str:
     return text.getvalue()
 
 
-def _toml_text(directory: Path, target: Path, declared: Values) -> str:
-    command = shlex.join(["retrain", "compare", str(directory), "--export", str(target)])
+def _toml_text(comments: Sequence[str], declared: Values) -> str:
     results = [f"{key} = {toml(value)}" for key, value in declared["results"][0].items()]
     compare = document({"compare": declared["compare"]})
-    return "\n".join([f"# Written by: {printable(command)}", compare, "[[results]]", *results]) + "\n"
+    return "\n".join([*(f"# {printable(line)}" for line in comments), compare, "[[results]]", *results]) + "\n"

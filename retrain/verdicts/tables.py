@@ -95,7 +95,7 @@ def judge_tables(
         standing=standing,
         design=DESIGNS[comparing],
     )
-    files = sum(len(table.files) for table in chosen)
+    files = len({path for table in chosen for path in table.files})
     comparison = replace(
         comparison,
         source=f"{' and '.join(tools) or 'files'} ({plural(files, 'file')})",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import tomli
-from helpers.campaigns import ROOT
+from helpers.campaigns import ROOT, run_cli
 from helpers.records import BASE, Played, campaign, shifted
 
 from retrain.config.campaign import condition_name
@@ -124,6 +124,7 @@ def test_the_interim_analysis_is_named_as_a_loss(tmp_path):
     played.manifest.files.flush()
     lines = export(tmp_path / "out", tmp_path / "t.csv")
     assert lines[-1] == "note: the table is judged without the campaign's interim analysis"
+    assert f"# {lines[-1]}\n" in (tmp_path / "t.toml").read_text()
 
 
 def judged(path: Path) -> Row:
@@ -164,6 +165,17 @@ def test_table_and_directory_have_the_same_verdict(tmp_path, results, campaign_k
     exploratory = judged(tmp_path / "t.toml")["conditions"][1]
     assert exploratory["standing"] == "exploratory"
     assert exploratory["difference_interval"] == from_table["conditions"][1]["difference_interval"]
+
+
+def test_the_command_exports_and_reads_the_table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answered(tmp_path / "c", {"a": BASE[:6], "b": HIGHER[:6]})
+    assert run_cli("compare", "c", "--export", "t.csv").stdout.split() == ["t.csv", "t.toml", "t.toml.lock"]
+    arguments = (["c"], ["t.toml"], ["t.csv", "--format", "table"])
+    reports = [json.loads(run_cli("compare", *each, "--json").stdout) for each in arguments]
+    conditions = [rounded(report["conditions"][1]) for report in reports]
+    assert conditions[0] == conditions[1]
+    assert conditions[2] == conditions[1] | {"standing": "exploratory", "verdict": "exploratory"}
 
 
 def test_the_example_of_the_documentation():
