@@ -172,6 +172,18 @@ def test_other_examples_need_another_directory(home, trained):
     assert f"warm-up: {warm_up_of(out).name} → " in result.output
 
 
+def test_explain_says_what_the_warm_up_trains_on(home):
+    shared = "trained once, before the first step, for all conditions and seeds with equal model, LoRA and optimizer"
+    texts = run_cli("explain", home / "camp.toml").stdout.splitlines()
+    [at] = [i for i, line in enumerate(texts) if line.startswith("warm-up ")]
+    assert texts[at][14:] == "train.jsonl: 40 examples; 30 steps of 8 examples of at most 1,024 tokens, lr 0.02"
+    assert texts[at + 1][14:].startswith(shared)
+    (home / "epochs.toml").write_text((home / "single.toml").read_text().replace("steps = 30", "epochs = 2"))
+    assert "40 examples; 2 epochs = at most 10 steps of 8 " in run_cli("explain", home / "epochs.toml").stdout
+    missing = run_cli("explain", home / "epochs.toml", "--set", "warmup.source=nowhere.jsonl").stdout
+    assert "nowhere.jsonl: not read: " in missing
+
+
 @pytest.mark.parametrize(
     ("file", "change", "fault"),
     [
