@@ -114,7 +114,10 @@ def test_the_evaluation_before_training_is_that_after_the_warm_up_and_the_base_s
         first = read_jsonl(run / "evals.jsonl")[0]
         assert first["step"] == 0
         assert first["eval/heldout/reward_mean"] == after["eval/heldout/reward_mean"]
-    assert output.count(f"warm-up {warm_up_of(out).name}: accuracy on heldout ") == 1
+    said = f"warm-up {warm_up_of(out).name}: "
+    [line] = [line for line in output.splitlines() if line.startswith(f"{said}accuracy on heldout ")]
+    assert "(base) → " in line
+    assert f"<span>{line.removeprefix(said)}</span>" in (out / "report.html").read_text()
 
 
 def test_a_killed_or_stopped_warm_up_continues_to_the_same_bytes(home, trained):
