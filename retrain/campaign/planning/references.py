@@ -283,7 +283,7 @@ def _warmup_problem(loaded: LoadedConfig, config: Config, folder: Path) -> Confi
         try:
             dialogues = read_dialogues(config, source, split, folder)
             if renderer is not None:
-                renderer.examples(source, dialogues, [])
+                renderer.check(source, dialogues)
         except DataError as error:
             return _of_source(loaded, key, source, error)
     return None
