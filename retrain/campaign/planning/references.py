@@ -3,8 +3,10 @@ and whether output paths are free. Torch is not imported here, though the user's
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import Timer
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -44,11 +46,13 @@ from retrain.records.registry import ON, Registry
 from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import ADAPTER_FILES, EVALUATION, MANIFEST, STATE
 from retrain.rewards.custom import CustomReward
+from retrain.rewards.workers import MAX_FAILED_STARTS, START_SECONDS
 from retrain.sandbox.sandbox import available
 
 CHECKPOINT_FILES = (*ADAPTER_FILES, MANIFEST, "optimizer.safetensors", STATE)
 AWAY = "move it away, or " + ELSEWHERE
 NOBODY = Owner("")
+SLOW_IMPORT_S = 10.0  # A note is printed when importing a reward module takes longer
 
 
 def check(plan: Plan, places: bool = True) -> Plan:
@@ -196,6 +200,10 @@ def custom_rewards(plan: Plan) -> CustomRewards:
         module, functions = part.custom_module, part.custom_function
         if part.type != "custom" or module is None or _code_of(part) in codes:
             continue
+        limit = f"tried {MAX_FAILED_STARTS} times for {START_SECONDS:g} s"
+        message = f"note: importing {module} takes more than {SLOW_IMPORT_S:g} s; it is {limit}"
+        slow = Timer(SLOW_IMPORT_S, print, [message], {"file": sys.stderr})
+        slow.start()
         try:
             reward = CustomReward(module, functions, workers=1, base_dir=plan.folder, table=table)
             reward.close()
@@ -203,6 +211,8 @@ def custom_rewards(plan: Plan) -> CustomRewards:
         except PluginError as error:
             reason = str(error).rpartition(f"custom_function = {functions!r}: ")[2]
             codes[_code_of(part)] = CustomCode(fault=reason.rpartition(f"custom_module = {module!r}: ")[2])
+        finally:
+            slow.cancel()
     return codes
 
 
