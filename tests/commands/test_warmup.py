@@ -120,6 +120,15 @@ def test_the_evaluation_before_training_is_that_after_the_warm_up_and_the_base_s
     assert f"<span>{line.removeprefix(said)}</span>" in (out / "report.html").read_text()
 
 
+def test_a_compressed_adapter_has_the_base_without_the_warm_up_as_reference(home, trained):
+    [run, *_] = sorted((trained[1] / "runs").iterdir())
+    result = run_cli("squeeze", run, "--to", "2", "--continue", "1", "--out", home / "small")
+    assert result.exit_code == 0, result.output
+    assert "note: the reference policy of the continued run is the base without its [warmup]" in result.stderr
+    [row] = read_jsonl(home / "small" / "metrics.jsonl")
+    assert row["kl"] > 0.1
+
+
 def test_a_killed_or_stopped_warm_up_continues_to_the_same_bytes(home, trained):
     out, reference = home / "killed", trained[1]
     start(home, "train", home / "camp.toml", "--out", out, until=7, number=signal.SIGKILL)
