@@ -32,7 +32,7 @@ from retrain.environments.build import (
     missing_column,
     tokenizer_of,
 )
-from retrain.errors import ConfigError, ConfigProblem, DataError, ModelError, NotOurs, PluginError, listed
+from retrain.errors import ConfigError, ConfigProblem, DataError, ModelError, NotOurs, PluginError, RubricError, listed
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
 from retrain.files import read_json, search_folders
 from retrain.models.directory import find_file, model_fault, reward_model_fault
@@ -270,6 +270,9 @@ def _data_problem(loaded: LoadedConfig, config: Config, plan: Plan, rewards: Cus
         if len(local) == len(sources):
             data = data_of(config, folder)
             return _column_problem(loaded, config, data, rewards) or _prompt_problem(loaded, config, data, plan.longest)
+    except RubricError as error:
+        message = f"is {toml(error.column)}: {error.reason}"
+        return _problem_at(loaded, f"{error.table}.rubric_column", error.column, message)
     except DataError as error:
         fault = error
     for key in local:  # find the source at fault; some sources may be read only in training
