@@ -3,6 +3,7 @@ and whether output paths are free. Torch is not imported here, though the user's
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -373,11 +374,15 @@ def _capability_problems(loaded: LoadedConfig, config: Config, backend: Any) -> 
 def _reward_problems(
     loaded: LoadedConfig, config: Config, folder: Path, rewards: CustomRewards
 ) -> Iterator[ConfigProblem]:
+    is_here = config.campaign.executor in ("inprocess", "processes")  # others may set variables where they train
     for table, part in config.graders:
         name = part.reward_model if part.type == "reward_model" else None
         if name is not None and (fault := reward_model_fault(name, *search_folders(folder))):
             fix = "name the directory, or the hub's name, of a sequence-classification model with one label"
             yield _problem_at(loaded, f"{table}.reward_model", name, f'is "{name}": {fault}', fix)
+        if (variable := part.judge_api_key_env) and is_here and not os.environ.get(variable):
+            message, fix = f'is "{variable}": ${variable} is not set', f"export {variable}=…"
+            yield _problem_at(loaded, f"{table}.judge_api_key_env", variable, message, fix)
         if part.type == "unit_tests" and (fault := available()):
             yield _problem_at(loaded, f"{table}.type", part.type, f'is "unit_tests": {fault}')
         if part.type == "custom" and (fault := rewards.get(_code_of(part), CustomCode()).fault):
