@@ -18,7 +18,7 @@ from retrain.cli.pace import recorded_pace
 from retrain.cli.problems import Problems, problems_of, reason_of
 from retrain.config import Config
 from retrain.config.campaign import condition_name
-from retrain.config.evaluation import HeldOut, part_evaluations, whole_evaluations
+from retrain.config.evaluation import HeldOut, whole_evaluations
 from retrain.config.runs import RunSpec, differences
 from retrain.data.examples import read_dialogues
 from retrain.device import cpu_build, nvidia_gpus
@@ -194,13 +194,14 @@ def evaluation_text(problems: Problems, config: Config) -> str:
     if not sets:
         return "never ([evaluation] problems = 0)"
     schedule = (evaluation.schedule, training.max_steps, training.eval_every)
-    whole = [*([0] if evaluation.at_start else []), *whole_evaluations(*schedule)]
+    regular, last = whole_evaluations(*schedule)
+    whole = [*([0] if evaluation.at_start else []), *regular[:6], *last]
     steps = ", ".join(map(str, whole)) if len(whole) <= 6 else f"{', '.join(map(str, whole[:3]))}, …, {whole[-1]}"
-    text = f"{plural(len(whole), 'time')} (after {steps} steps) "
+    text = f"{plural(workload.evaluations + workload.at_start, 'time')} (after {steps} steps) "
     text += " + ".join(f"{each.problems:,} problems × {each.samples}" for each in sets)
     if workload.parts:
         few = sum(each.part.problems for each in sets)
-        text += f", and {plural(len(part_evaluations(*schedule)), 'time')} between {few:,} of them × 1"
+        text += f", and {plural(workload.parts, 'time')} between {few:,} of them × 1"
     completions = plural(workload.evaluation_completions, "completion")
     return f"{text} = {completions}, at most {count(workload.evaluation_tokens)} tokens"
 

@@ -63,7 +63,7 @@ class Cohort:
         self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure, ahead, evaluator.collect)
         if ranks is not None and any(run.config.inference.served for run in runs):
             self.queue = ServedQueue(engine, ahead, ranks)
-        self.extents = {run: run.config.evaluations for run in self.runs}
+        self.extents = {run: run.config.evaluation_after for run in self.runs}
         self.failures = Failures(engine, self.queue, observer, ranks)
         self.saver = Saver(self.failures, self._shared_state)
         self.evaluations = CohortEvaluator(evaluator, observer, self.saver, self.failures)
@@ -98,9 +98,9 @@ class Cohort:
             results = self._learn(_alive(active), selections)
         for run in results:
             run.publish_to(self.engine)
-        if due := [run for run in _alive(results) if run.step in self.extents[run]]:
+        if due := {run: extent for run in _alive(results) if (extent := self.extents[run](run.step))}:
             with self.queue.paused():
-                self.evaluations.trained({run: self.extents[run][run.step] for run in due})
+                self.evaluations.trained(due)
         shared = {"cohort_size": len(active), **self._shared_metrics(sampled)}
         ahead = {"queue_depth": sampled.depth, "time/overlap": self.queue.overlap(learning, timestamp())}
         for run in _alive(results):
