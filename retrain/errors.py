@@ -76,6 +76,14 @@ class DataError(RetrainError):
     exit_status = 2
 
 
+class RubricError(DataError):
+    """A problem whose criteria in ``column`` are missing or malformed. ``table``: the section of the grader."""
+
+    def __init__(self, table: str, column: str, reason: str):
+        super().__init__(f"[{table}] rubric_column = {column!r}, {reason}")
+        self.table, self.column, self.reason = table, column, reason
+
+
 class PluginError(RetrainError):
     """A user's module:function that is missing or returned an invalid value; the message names it."""
 

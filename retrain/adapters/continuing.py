@@ -49,11 +49,13 @@ def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tu
     if settings["logging"]["wandb_group"] == spec.label:
         settings["logging"]["wandb_group"] = None
     settings.pop("campaign", None)
-    settings.pop("warmup")  # the compressed adapter already contains it
+    warnings = []
+    if settings.pop("warmup")["source"]:  # the compressed adapter already contains it
+        warnings.append("the reference policy of the continued run is the base without its [warmup]: KL is larger")
     config = parse_dict(settings)
     # No file: its folder is where relative paths are looked up, and its stem the name.
     path = Path(plan["folder"]) / f"{owner.name}_continue_{rank}.toml"
-    return LoadedConfig(config, path, document(settings), locations=KeyLocations(path.name)), target
+    return LoadedConfig(config, path, document(settings), KeyLocations(path.name), warnings), target
 
 
 def _holding(folders: Iterable[Path], name: str) -> Path | None:

@@ -15,18 +15,19 @@ from retrain.cli import formulas
 from retrain.cli.arguments import EXECUTOR, FILE, OUT, SETS, WORKERS, executor_sets, option, read
 from retrain.cli.output import print_table
 from retrain.cli.pace import recorded_pace
-from retrain.cli.problems import Problems, problems_of
+from retrain.cli.problems import Problems, problems_of, reason_of
 from retrain.config import Config
 from retrain.config.campaign import condition_name
-from retrain.config.evaluation import HeldOut, part_evaluations, whole_evaluations
+from retrain.config.evaluation import HeldOut, whole_evaluations
 from retrain.config.runs import RunSpec, differences
+from retrain.data.examples import read_dialogues
 from retrain.device import cpu_build, nvidia_gpus
 from retrain.errors import UsageError, listed, plural
 from retrain.models.layers import Architecture, architecture_of
 from retrain.records.schema.layout import CAMPAIGN_FILES, ONLY_OF_CAMPAIGNS, RUN_FILES, WARMUP_FILES
 from retrain.training import estimate
 from retrain.training.estimate import Device, RunSize
-from retrain.util.text import approximate_duration, count, size
+from retrain.util.text import approximate_duration, count, one_line, size
 from retrain.verdicts.design import verdict_lines, warnings_of
 
 CONDITION_COLUMNS = (
@@ -89,6 +90,8 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
         print_line(name, text)
     for problem in () if problems.is_read else data_problems(plan, source):
         print(f"note: {problem}", file=sys.stderr)
+    for first in {repr(spec.config.warmup): spec.config for spec in conditions}.values():
+        print_lines("warm-up", warmup_texts(first, plan.folder))
     print_line("seeds", " ".join(map(str, seeds)))
     held_out = estimate.held_out_sets(config, problems.sizes) if config.evaluation.sets else ()
     print_lines("held out", map(partial(held_out_text, config), held_out))
@@ -128,6 +131,24 @@ def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
     ]
     credit = formulas.advantage_text(spec.config), formulas.credit_text(spec.config)
     return (condition_name(spec.label), *credit, ", ".join(changed) or "-")
+
+
+def warmup_texts(config: Config, folder: Path) -> Iterator[str]:
+    """Yield what ``[warmup]`` trains on, and which runs share it; nothing without a source. Rows are counted, not
+    tokenised."""
+    warmup = config.warmup
+    if warmup.source is None:
+        return
+    length = plural(warmup.steps, "step") if warmup.steps else plural(warmup.epochs or 1, "epoch")
+    try:
+        rows = len(read_dialogues(config, warmup.source, warmup.split, folder))
+        examples = plural(rows, "example")
+        length += "" if warmup.steps else f" = at most {plural(warmup.step_count(rows), 'step')}"
+    except Exception as error:  # RetrainError, or any exception of a user's data function
+        examples = f"not read: {reason_of(error)}"
+    batch = f"{warmup.batch_size} examples of at most {warmup.max_tokens:,} tokens"
+    yield f"{one_line(warmup.source)}: {examples}; {length} of {batch}, lr {warmup.lr:g}"
+    yield "trained once, before the first step, for all conditions and seeds with equal model, LoRA and optimizer keys"
 
 
 def held_out_text(config: Config, held_out: HeldOut) -> str:
@@ -173,13 +194,14 @@ def evaluation_text(problems: Problems, config: Config) -> str:
     if not sets:
         return "never ([evaluation] problems = 0)"
     schedule = (evaluation.schedule, training.max_steps, training.eval_every)
-    whole = [*([0] if evaluation.at_start else []), *whole_evaluations(*schedule)]
+    regular, last = whole_evaluations(*schedule)
+    whole = [*([0] if evaluation.at_start else []), *regular[:6], *last]
     steps = ", ".join(map(str, whole)) if len(whole) <= 6 else f"{', '.join(map(str, whole[:3]))}, …, {whole[-1]}"
-    text = f"{plural(len(whole), 'time')} (after {steps} steps) "
+    text = f"{plural(workload.evaluations + workload.at_start, 'time')} (after {steps} steps) "
     text += " + ".join(f"{each.problems:,} problems × {each.samples}" for each in sets)
     if workload.parts:
         few = sum(each.part.problems for each in sets)
-        text += f", and {plural(len(part_evaluations(*schedule)), 'time')} between {few:,} of them × 1"
+        text += f", and {plural(workload.parts, 'time')} between {few:,} of them × 1"
     completions = plural(workload.evaluation_completions, "completion")
     return f"{text} = {completions}, at most {count(workload.evaluation_tokens)} tokens"
 

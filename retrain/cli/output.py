@@ -255,7 +255,7 @@ def squeeze_line(report: Values) -> str:
     if report.get("recommended_rank") is not None:
         recommended, evidence = text[-2:]
         text = [f"{recommended}. {evidence}"]
-    if report["rows"]:
+    if report["rows"] and Path(report["run"]).is_dir():  # the user may have removed it
         text.append(f"All ranks: retrain squeeze {shlex.quote(report['run'])} (--to RANK compresses to another)")
     return visible(" ".join(text))
 

@@ -65,7 +65,7 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
     try:
         data = data_of(config, folder)
     except Exception as error:  # RetrainError, or any exception of a user's data function
-        return Problems([("data", f"{source}: not read: {_reason(error)}"), ("prompts", assumed)], {}, [], False)
+        return Problems([("data", f"{source}: not read: {reason_of(error)}"), ("prompts", assumed)], {}, [], False)
     longest, context = longest_completions(configs), context_length(config)
     limits, refused, unmeasured, lengths, example = [], "", "", [], ""
     try:
@@ -95,7 +95,7 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
     return Problems(lines, {name: len(problems) for name, problems in data.sets.items()}, lengths)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     reason = str(error).partition(". Without a hub")[0] if isinstance(error, RetrainError) else described(error)
     return one_line(reason + ("; explain asks no hub, retrain try does" if "OfflineMode" in reason else ""))
 

@@ -15,7 +15,7 @@ from retrain.util.jsonl import last_row
 
 
 class AccuracyChange(NamedTuple):
-    """Accuracy at the first evaluation, and at the latest evaluation after it (None if there is only one)."""
+    """Accuracy before the first step, and at the latest evaluation after it; None without such an evaluation."""
 
     before: float | None = None
     now: float | None = None
@@ -40,11 +40,11 @@ class RunView:
     """Accuracy on each held-out set, in the order of the file; partial sets, which only draw curves, come last."""
 
     def add_evaluation(self, name: str, row: Values) -> None:
-        rate = row.get(f"eval/{name}/correct_rate")
-        before = self.evaluations.setdefault(name, NO_CHANGE).before
+        change = self.evaluations.setdefault(name, NO_CHANGE)
         self.evaluations = dict(sorted(self.evaluations.items(), key=lambda each: each[0].endswith(PART)))
-        if rate is not None:
-            self.evaluations[name] = AccuracyChange(rate) if before is None else AccuracyChange(before, rate)
+        if (rate := row.get(f"eval/{name}/correct_rate")) is not None:
+            is_later = bool(row.get(f"eval/{name}/step"))
+            self.evaluations[name] = change._replace(now=rate) if is_later else change._replace(before=rate)
 
     @property
     def held_out(self) -> AccuracyChange:

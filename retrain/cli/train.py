@@ -32,7 +32,7 @@ from retrain.cli.arguments import (
 )
 from retrain.cli.console import lasting_streams, make_console
 from retrain.cli.explain import print_explanation
-from retrain.cli.output import print_report, print_squeeze, print_tables_of
+from retrain.cli.output import note, print_report, print_squeeze, print_tables_of
 from retrain.device import torchrun_rank
 from retrain.errors import UsageError
 from retrain.records.observer import Observer
@@ -195,7 +195,10 @@ def squeeze(
         from retrain.adapters.continuing import continuation
         from retrain.campaign.controller import launch
 
-        finish(lambda observer: launch(*continuation(directory, to, steps, out), observer))
+        loaded, target = continuation(directory, to, steps, out)
+        for warning in loaded.warnings:
+            note(warning)
+        finish(lambda observer: launch(loaded, target, observer))
     from retrain.adapters.squeeze import squeeze as squeeze_directory
 
     print_report(squeeze_directory(directory, to, out, pattern), as_json, print_squeeze)

@@ -185,19 +185,28 @@ def deciding_marks(max_steps: int) -> tuple[int, ...]:
     return tuple(step for step in (min(ninety - 1, round(0.8 * max_steps)), ninety, max_steps) if step > 0)
 
 
-def whole_evaluations(schedule: str, max_steps: int, eval_every: int) -> tuple[int, ...]:
-    """Return the number of updates done at every full evaluation after the start, in order."""
+def whole_evaluations(schedule: str, max_steps: int, eval_every: int) -> tuple[range, tuple[int, ...]]:
+    """Return the numbers of updates done at every full evaluation after the start, in order: those of ``eval_every``,
+    which may be billions, and those at the end."""
     if schedule == "verdict":
-        return deciding_marks(max_steps)
-    marks = (*(range(eval_every, max_steps, eval_every) if eval_every else ()), max_steps)
-    return marks if max_steps else ()
+        return range(0), deciding_marks(max_steps)
+    return _regular_evaluations(max_steps, eval_every), (max_steps,) if max_steps else ()
 
 
-def part_evaluations(schedule: str, max_steps: int, eval_every: int) -> tuple[int, ...]:
-    """Return the number of updates done at every evaluation of a part of the problems, in order."""
-    if schedule != "verdict" or not eval_every:
-        return ()
-    return tuple(step for step in range(eval_every, max_steps, eval_every) if step not in deciding_marks(max_steps))
+def _regular_evaluations(max_steps: int, eval_every: int) -> range:
+    return range(eval_every, max_steps, eval_every) if eval_every else range(0)
+
+
+def last_evaluations(schedule: str, max_steps: int, eval_every: int) -> tuple[int, ...]:
+    """Return the numbers of updates done at the full evaluations of `last3`, fewer if there are fewer."""
+    regular, last = whole_evaluations(schedule, max_steps, eval_every)
+    return (*regular[-DECIDING:], *last)[-DECIDING:]
+
+
+def part_evaluations(schedule: str, max_steps: int, eval_every: int) -> int:
+    """Return the number of evaluations of a part of the problems."""
+    regular = _regular_evaluations(max_steps, eval_every) if schedule == "verdict" else range(0)
+    return len(regular) - sum(step in regular for step in deciding_marks(max_steps))
 
 
 def too_early(first: int, max_steps: int) -> bool:

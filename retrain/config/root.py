@@ -103,15 +103,14 @@ class Config(Section):
             data=self.data.model_copy(update=changed) if changed else self.data,
         )
 
-    @property
-    def evaluations(self) -> dict[int, Extent]:
-        """Extent of every evaluation after the start, by the number of updates done."""
-        if not self.evaluation.problems:
-            return {}
+    def evaluation_after(self, step: int) -> Extent | None:
+        """Return the extent of the evaluation once ``step`` ≥ 1 updates are done; None without one."""
         schedule, steps, every = self.evaluation.schedule, self.training.max_steps, self.training.eval_every
-        extents: dict[int, Extent] = dict.fromkeys(part_evaluations(schedule, steps, every), "part")
-        extents.update(dict.fromkeys(whole_evaluations(schedule, steps, every), "whole"))
-        return extents
+        if not self.evaluation.problems:
+            return None
+        if any(step in marks for marks in whole_evaluations(schedule, steps, every)):
+            return "whole"
+        return "part" if every and step % every == 0 else None
 
     @property
     def masks_per_update(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from retrain.config import learning_rules
 from retrain.config.base import ConfigIssue, Section, is_plugin
 from retrain.config.describe import no_effect, toml
-from retrain.config.evaluation import CUTS, DECIDING, EvaluationSet, too_early, whole_evaluations
+from retrain.config.evaluation import CUTS, DECIDING, EvaluationSet, last_evaluations, too_early
 from retrain.config.machine import GPU_OPTIONS
 from retrain.config.modes import MODES, Need, advantage_of, credit_of, mode_of
 from retrain.config.root import Config, differing, differs, sections, value_at
@@ -411,7 +411,7 @@ def deciding_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _last3_issues(metric: str, schedule: str, max_steps: int, eval_every: int) -> Iterator[ConfigIssue]:
-    steps = whole_evaluations(schedule, max_steps, eval_every)[-DECIDING:]
+    steps = last_evaluations(schedule, max_steps, eval_every)
     if max_steps < DECIDING:
         message = f'is "{metric}", the mean of three evaluations, and there are fewer steps: max_steps = {max_steps}'
         yield ConfigIssue(("campaign.primary_metric", "training.max_steps"), message, 'primary_metric = "final"')

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from retrain.config import Config
 from retrain.config.tasks import FILE_ENDINGS, Data
+from retrain.data.dataset import SPARE_TOKENS
 from retrain.data.prompts import Renderer, conversation
 from retrain.data.sources import described, encodable, read_rows
 from retrain.errors import DataError, ModelError
@@ -173,9 +174,16 @@ class ExampleRenderer:
         self.end_ids, self.end_text = _ends(config, self.renderer)
         self._numbers = dict[int, int]()  # Interned token ids: the examples take a fifth of the memory
 
-    def examples(self, source: str, dialogues: Sequence[Dialogue], notes: list[str]) -> list[Example]:
+    def check(self, source: str, dialogues: Sequence[Dialogue]) -> None:
+        """Raise DataError as ``examples`` does. Only rows that may be over-long are tokenised, which takes most of the
+        time: a token is a byte or more."""
+        long = [dialogue for dialogue in dialogues if self._bytes(dialogue) + SPARE_TOKENS > self.limit]
+        self.examples(source, long, [], len(dialogues))
+
+    def examples(self, source: str, dialogues: Sequence[Dialogue], notes: list[str], total: int = 0) -> list[Example]:
         """Return the sequences of all rows. Over-long rows are left out and noted, or raise DataError; DataError too if
-        none remains, or if the chat template does not fit a row."""
+        none remains, or if the chat template does not fit a row. ``total``: rows of the source, if more than given."""
+        total = total or len(dialogues)
         examples, longer = list[Example](), dict[str, int]()
         for dialogue in dialogues:
             sequences = list(self._sequences(dialogue))
@@ -186,8 +194,8 @@ class ExampleRenderer:
                 tokens = tuple(self._numbers.setdefault(token, token) for token in each.tokens)
                 examples.append(Example(tokens, tuple(each.mask)))
         if longer:
-            note = self._note(longer, len(dialogues))
-            if not examples:
+            note = self._note(longer, total)
+            if len(longer) == total:
                 raise DataError(f"data source {source!r}: {note}; nothing is left")
             notes.append(note)
         return examples
@@ -207,11 +215,24 @@ class ExampleRenderer:
             f"first is {first} with {length}"
         )
 
-    def _sequences(self, dialogue: Dialogue) -> Iterator[TokenSequence]:
+    def _turns(self, dialogue: Dialogue) -> list[int]:
+        """Return the indices of the messages that are trained on."""
         messages = dialogue.messages
         turns = [i for i in range(dialogue.first, len(messages)) if messages[i]["role"] == "assistant"]
+        return turns if self.config.warmup.train_on == "all" else turns[-1:]
+
+    def _bytes(self, dialogue: Dialogue) -> int:
+        """Return an upper bound on the bytes of a sequence. Raises DataError if the chat template does not fit."""
+        turns, longest = self._turns(dialogue), 0
+        for index in turns:
+            prompt = self._prompt(dialogue, index, None)
+            text = prompt + "".join(part for part, _ in self._answer(dialogue, index, prompt))
+            longest = max(longest, len(text.encode()))
+        return longest + len(turns) * len(self.end_text.encode())
+
+    def _sequences(self, dialogue: Dialogue) -> Iterator[TokenSequence]:
         sequence = None
-        for index in turns if self.config.warmup.train_on == "all" else turns[-1:]:
+        for index in self._turns(dialogue):
             prompt = self._prompt(dialogue, index, sequence)
             if sequence is not None and not prompt.startswith(sequence.text):
                 yield sequence

@@ -13,7 +13,7 @@ from retrain.data.dataset import HeldOutRequest, PromptLimit, without_long_promp
 from retrain.data.prompts import conversation
 from retrain.environments.hosted import HostedEnvironment, HostedEpisode
 from retrain.environments.protocol import Environment, Episode, EpisodeLimits, Observation, Range, Step
-from retrain.errors import DataError, ModelError
+from retrain.errors import DataError, ModelError, RubricError
 from retrain.files import read_json
 from retrain.models.directory import find_file
 from retrain.rewards import Grader
@@ -94,10 +94,9 @@ def check_gradable(data: Dataset, config: Config) -> None:
             try:
                 criteria_of(problem, common, grader.rubric_column)
             except ValueError as error:
-                raise DataError(
-                    f"[{table}] rubric_column = {grader.rubric_column!r}, problem {problem.id}: {error}; its columns "
-                    f"are {', '.join(map(repr, problem.metadata)) or 'none'}"
-                ) from error
+                columns = ", ".join(map(repr, problem.metadata)) or "none"
+                reason = f"problem {problem.id}: {error}; its columns are {columns}"
+                raise RubricError(table, grader.rubric_column, reason) from error
 
 
 def check_tests(data: Dataset, config: Config) -> None:

@@ -218,7 +218,7 @@ def _continue(job: CohortJob, fork: Fork, results: _Measurements, bases: Bases) 
             if "sepa" not in fork.state.algorithm:
                 run.algorithm.restore(with_open_gate(run.algorithm.state()))
         evaluations: dict[int, Extent] = {fork.end: "whole"}
-        cohort.extents = dict.fromkeys(cohort.runs, evaluations)
+        cohort.extents = dict.fromkeys(cohort.runs, evaluations.get)
         first = {run.spec.seed: run for run in reversed(cohort.runs) if run.spec.seed not in results.before}
         with closing(cohort.train()) as pauses:
             next(pauses)  # after this the engine has the weights

@@ -110,11 +110,11 @@ def run_size(config: Config, prompt_tokens: int | None = None, sizes: Mapping[st
         updates=training.max_steps * training.updates,
         evaluated=completions(sets),
         evaluated_tokens=tokens(sets),
-        evaluations=len(whole_evaluations(*schedule)) if sets else 0,
+        evaluations=sum(map(len, whole_evaluations(*schedule))) if sets else 0,
         at_start=evaluation.at_start and bool(sets),
         part=completions(parts),
         part_tokens=tokens(parts),
-        parts=len(part_evaluations(*schedule)) if sets else 0,
+        parts=part_evaluations(*schedule) if sets else 0,
     )
 
 

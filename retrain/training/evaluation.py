@@ -149,7 +149,7 @@ class CohortEvaluator:
     def __init__(self, evaluator: Evaluator, observer: Observer, saver: Saver, failures: Failures):
         self.evaluator, self.observer, self.saver, self.failures = evaluator, observer, saver, failures
 
-    def trained(self, extents: Mapping[Run, Extent]) -> None:
+    def trained(self, extents: Mapping[Run, Extent | None]) -> None:
         for held_out in self.evaluator.sets:
             for extent, problems in (("whole", held_out), ("part", held_out.part)):
                 due = [run for run, wanted in extents.items() if run.error is None and wanted == extent]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass
 
+from retrain.config.evaluation import Extent
 from retrain.device import peak_memory_gib, timestamp
 from retrain.engines.protocol import Engine
 from retrain.errors import RunInterrupted
@@ -63,7 +64,7 @@ class Cohort:
         self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure, ahead, evaluator.collect)
         if ranks is not None and any(run.config.inference.served for run in runs):
             self.queue = ServedQueue(engine, ahead, ranks)
-        self.extents = {run: run.config.evaluations for run in self.runs}
+        self.extents: Mapping[Run, Callable[[int], Extent | None]] = {r: r.config.evaluation_after for r in self.runs}
         self.failures = Failures(engine, self.queue, observer, ranks)
         self.saver = Saver(self.failures, self._shared_state)
         self.evaluations = CohortEvaluator(evaluator, observer, self.saver, self.failures)
@@ -98,9 +99,10 @@ class Cohort:
             results = self._learn(_alive(active), selections)
         for run in results:
             run.publish_to(self.engine)
-        if due := [run for run in _alive(results) if run.step in self.extents[run]]:
+        extents: dict[Run, Extent | None] = {run: self.extents[run](run.step) for run in _alive(results)}
+        if any(extents.values()):
             with self.queue.paused():
-                self.evaluations.trained({run: self.extents[run][run.step] for run in due})
+                self.evaluations.trained(extents)
         shared = {"cohort_size": len(active), **self._shared_metrics(sampled)}
         ahead = {"queue_depth": sampled.depth, "time/overlap": self.queue.overlap(learning, timestamp())}
         for run in _alive(results):

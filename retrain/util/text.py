@@ -72,7 +72,9 @@ def minus(text: str) -> str:
 
 
 def change(before: float | None, now: float | None) -> str:
-    return percent(before) if before is None or now is None else f"{100 * before:.0f} → {percent(now)}"
+    if before is None or now is None:
+        return percent(now if before is None else before)
+    return f"{100 * before:.0f} → {percent(now)}"
 
 
 def short(value: float | None) -> str:

@@ -6,11 +6,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from retrain.errors import plural, printable
+from retrain.files import read_jsonl
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.comparison import ConditionComparison, ConditionSummary
-from retrain.records.schema.layout import LOG, METRICS
+from retrain.records.schema.layout import EVALS, LOG, METRICS, WARMUP
 from retrain.records.tables import short_metric, squeeze_cells, squeeze_columns, squeeze_words
-from retrain.util.text import duration, points, probability, short
+from retrain.util.text import duration, percent, points, probability, short
 from retrain.verdicts.declaration import EXPLORATORY, INTERIM
 from retrain.verdicts.evidence import Campaign, Completion, completions, settings, twins
 from retrain.verdicts.problem_scores import problem_scores
@@ -42,6 +43,11 @@ def facts(campaign: Campaign) -> list[str]:
             f"{training['max_steps']} steps × {training['batch_size']} prompts × {training['group_size']} completions",
             f"data {config['data']['source']}",
         ]
+    name = campaign.shown_set
+    for path in sorted(campaign.directory.glob(f"{WARMUP}/*/{EVALS}")):
+        rates = [percent(row[f"eval/{name}/correct_rate"]) for row in read_jsonl(path) if row["name"] == name]
+        for base, after in zip(rates[::2], rates[1::2], strict=False):  # the table begins after the warm-up
+            lines.append(f"accuracy on {name} {base} (base) → {after} (after the warm-up)")
     tokens, seconds = sum(level.tokens for level in conditions), sum(level.seconds for level in conditions)
     return [*lines, f"{short(tokens)} tokens, {duration(seconds)} of device time", made]
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, TypeGuard
 
-from retrain.config.evaluation import DECIDING, HELDOUT, PART, too_early, whole_evaluations
+from retrain.config.evaluation import DECIDING, HELDOUT, PART, last_evaluations, too_early
 from retrain.config.root import sections
 from retrain.errors import UsageError
 from retrain.records.catalogue import BY_KEY
@@ -140,7 +140,7 @@ class RunResult:
         An evaluation at the former end of a run that was continued does not count."""
         training = self.config.get("training", {})
         if "eval_every" in training and "max_steps" in training:
-            steps = whole_evaluations(self.schedule, training["max_steps"], training["eval_every"])
+            steps = last_evaluations(self.schedule, training["max_steps"], training["eval_every"])
         else:  # the schedule was not recorded
             steps = sorted({int(row["step"]) for row in self.evaluations if row["step"]})
         return tuple(steps[-DECIDING:])

@@ -124,6 +124,22 @@ def test_training_again_and_resume_repeat_nothing(trained, home):
     assert {(row["state"], row["step"]) for row in report["runs"]} == {("done", 2)}
 
 
+def test_resume_names_no_adapter_that_was_removed(single, tmp_path):
+    directory = shutil.copytree(single[1], tmp_path / "single")
+    kept = run_cli("resume", directory).output
+    assert f"\nadapter     {directory}/final\n" in kept
+    assert f"retrain squeeze {single[1]}/final (--to RANK" in kept
+    for each in (directory, single[1]):
+        (each / "final").rename(each / "removed")
+    try:
+        result = run_cli("resume", directory)
+    finally:
+        (single[1] / "removed").rename(single[1] / "final")
+    assert result.exit_code == 0, result.output
+    assert "recommended rank" in result.output
+    assert "/final" not in result.output
+
+
 @pytest.mark.parametrize("name", ["camp.toml", "camp.toml/below"])
 def test_a_directory_that_cannot_be_written_is_one_line(trained, home, name):
     _, directory = trained

@@ -88,6 +88,9 @@ def test_the_directory_is_read_like_a_campaign(home, tmp_path):
     assert [(run["run_id"], run["state"], run["step"]) for run in shown[0]["runs"]] == [
         ("maxrl+none_s3", "done", 4), ("model", "done", 0),
     ]  # fmt: skip
+    run, base = shown[0]["runs"]
+    assert run["heldout_before"] is None is base["heldout_now"]  # the run is evaluated after its training
+    assert run["heldout_now"] is not None is not base["heldout_before"]
     found = run_cli("compare", out)
     assert found.exit_code == 0
     assert "model − maxrl+none_s3" in found.stdout

@@ -114,7 +114,19 @@ def test_the_evaluation_before_training_is_that_after_the_warm_up_and_the_base_s
         first = read_jsonl(run / "evals.jsonl")[0]
         assert first["step"] == 0
         assert first["eval/heldout/reward_mean"] == after["eval/heldout/reward_mean"]
-    assert output.count(f"warm-up {warm_up_of(out).name}: accuracy on heldout ") == 1
+    said = f"warm-up {warm_up_of(out).name}: "
+    [line] = [line for line in output.splitlines() if line.startswith(f"{said}accuracy on heldout ")]
+    assert "(base) → " in line
+    assert f"<span>{line.removeprefix(said)}</span>" in (out / "report.html").read_text()
+
+
+def test_a_compressed_adapter_has_the_base_without_the_warm_up_as_reference(home, trained):
+    [run, *_] = sorted((trained[1] / "runs").iterdir())
+    result = run_cli("squeeze", run, "--to", "2", "--continue", "1", "--out", home / "small")
+    assert result.exit_code == 0, result.output
+    assert "note: the reference policy of the continued run is the base without its [warmup]" in result.stderr
+    [row] = read_jsonl(home / "small" / "metrics.jsonl")
+    assert row["kl"] > 0.1
 
 
 def test_a_killed_or_stopped_warm_up_continues_to_the_same_bytes(home, trained):
@@ -170,6 +182,18 @@ def test_other_examples_need_another_directory(home, trained):
         (home / "train.jsonl").write_text(rows)
     assert result.exit_code == 2
     assert f"warm-up: {warm_up_of(out).name} → " in result.output
+
+
+def test_explain_says_what_the_warm_up_trains_on(home):
+    shared = "trained once, before the first step, for all conditions and seeds with equal model, LoRA and optimizer"
+    texts = run_cli("explain", home / "camp.toml").stdout.splitlines()
+    [at] = [i for i, line in enumerate(texts) if line.startswith("warm-up ")]
+    assert texts[at][14:] == "train.jsonl: 40 examples; 30 steps of 8 examples of at most 1,024 tokens, lr 0.02"
+    assert texts[at + 1][14:].startswith(shared)
+    (home / "epochs.toml").write_text((home / "single.toml").read_text().replace("steps = 30", "epochs = 2"))
+    assert "40 examples; 2 epochs = at most 10 steps of 8 " in run_cli("explain", home / "epochs.toml").stdout
+    missing = run_cli("explain", home / "epochs.toml", "--set", "warmup.source=nowhere.jsonl").stdout
+    assert "nowhere.jsonl: not read: " in missing
 
 
 @pytest.mark.parametrize(

@@ -351,7 +351,8 @@ def summary(manifest: Manifest) -> Row:
         paths["report"] = str(directory / content["report"])
     done = next((entry for entry in runs if entry.state == "done"), None)
     if done is not None:
-        paths["adapter"] = str(directory / done.path / FINAL)
+        if (adapter := directory / done.path / FINAL).is_dir():  # the user may have removed it
+            paths["adapter"] = str(adapter)
         if done.step:  # a run without steps has no rows
             paths["metrics"] = str(directory / done.path / METRICS)
     evaluations = _evaluations(directory / runs[0].path) if len(runs) == 1 else {}

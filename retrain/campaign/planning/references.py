@@ -3,8 +3,11 @@ and whether output paths are free. Torch is not imported here, though the user's
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import Timer
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -30,7 +33,7 @@ from retrain.environments.build import (
     missing_column,
     tokenizer_of,
 )
-from retrain.errors import ConfigError, ConfigProblem, DataError, ModelError, NotOurs, PluginError, listed
+from retrain.errors import ConfigError, ConfigProblem, DataError, ModelError, NotOurs, PluginError, RubricError, listed
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
 from retrain.files import read_json, search_folders
 from retrain.models.directory import find_file, model_fault, reward_model_fault
@@ -44,11 +47,13 @@ from retrain.records.registry import ON, Registry
 from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import ADAPTER_FILES, EVALUATION, MANIFEST, STATE
 from retrain.rewards.custom import CustomReward
+from retrain.rewards.workers import MAX_FAILED_STARTS, START_SECONDS
 from retrain.sandbox.sandbox import available
 
 CHECKPOINT_FILES = (*ADAPTER_FILES, MANIFEST, "optimizer.safetensors", STATE)
 AWAY = "move it away, or " + ELSEWHERE
 NOBODY = Owner("")
+SLOW_IMPORT_S = 10.0  # A note is printed when importing a reward module takes longer
 
 
 def check(plan: Plan, places: bool = True) -> Plan:
@@ -196,6 +201,10 @@ def custom_rewards(plan: Plan) -> CustomRewards:
         module, functions = part.custom_module, part.custom_function
         if part.type != "custom" or module is None or _code_of(part) in codes:
             continue
+        limit = f"tried {MAX_FAILED_STARTS} times for {START_SECONDS:g} s"
+        message = f"note: importing {module} takes more than {SLOW_IMPORT_S:g} s; it is {limit}"
+        slow = Timer(SLOW_IMPORT_S, print, [message], {"file": sys.stderr})
+        slow.start()
         try:
             reward = CustomReward(module, functions, workers=1, base_dir=plan.folder, table=table)
             reward.close()
@@ -203,6 +212,8 @@ def custom_rewards(plan: Plan) -> CustomRewards:
         except PluginError as error:
             reason = str(error).rpartition(f"custom_function = {functions!r}: ")[2]
             codes[_code_of(part)] = CustomCode(fault=reason.rpartition(f"custom_module = {module!r}: ")[2])
+        finally:
+            slow.cancel()
     return codes
 
 
@@ -260,6 +271,9 @@ def _data_problem(loaded: LoadedConfig, config: Config, plan: Plan, rewards: Cus
         if len(local) == len(sources):
             data = data_of(config, folder)
             return _column_problem(loaded, config, data, rewards) or _prompt_problem(loaded, config, data, plan.longest)
+    except RubricError as error:
+        message = f"is {toml(error.column)}: {error.reason}"
+        return _problem_at(loaded, f"{error.table}.rubric_column", error.column, message)
     except DataError as error:
         fault = error
     for key in local:  # find the source at fault; some sources may be read only in training
@@ -283,7 +297,7 @@ def _warmup_problem(loaded: LoadedConfig, config: Config, folder: Path) -> Confi
         try:
             dialogues = read_dialogues(config, source, split, folder)
             if renderer is not None:
-                renderer.examples(source, dialogues, [])
+                renderer.check(source, dialogues)
         except DataError as error:
             return _of_source(loaded, key, source, error)
     return None
@@ -360,11 +374,15 @@ def _capability_problems(loaded: LoadedConfig, config: Config, backend: Any) -> 
 def _reward_problems(
     loaded: LoadedConfig, config: Config, folder: Path, rewards: CustomRewards
 ) -> Iterator[ConfigProblem]:
+    is_here = config.campaign.executor in ("inprocess", "processes")  # others may set variables where they train
     for table, part in config.graders:
         name = part.reward_model if part.type == "reward_model" else None
         if name is not None and (fault := reward_model_fault(name, *search_folders(folder))):
             fix = "name the directory, or the hub's name, of a sequence-classification model with one label"
             yield _problem_at(loaded, f"{table}.reward_model", name, f'is "{name}": {fault}', fix)
+        if (variable := part.judge_api_key_env) and is_here and not os.environ.get(variable):
+            message, fix = f'is "{variable}": ${variable} is not set', f"export {variable}=…"
+            yield _problem_at(loaded, f"{table}.judge_api_key_env", variable, message, fix)
         if part.type == "unit_tests" and (fault := available()):
             yield _problem_at(loaded, f"{table}.type", part.type, f'is "unit_tests": {fault}')
         if part.type == "custom" and (fault := rewards.get(_code_of(part), CustomCode()).fault):

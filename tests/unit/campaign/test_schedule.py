@@ -6,7 +6,7 @@ import pytest
 from helpers.campaigns import campaign, run_cli, train
 
 from retrain.config import load, parse_dict
-from retrain.config.evaluation import whole_evaluations
+from retrain.config.evaluation import last_evaluations, part_evaluations, whole_evaluations
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.verdicts.pooling import compare_directories
@@ -32,12 +32,31 @@ def trained(model, tmp_path_factory) -> Path:
 
 
 def test_each_schedule_says_when_all_problems_are_asked():
-    assert whole_evaluations("every", 10, 4) == (4, 8, 10)
-    assert whole_evaluations("every", 8, 0) == (8,)
-    assert whole_evaluations("verdict", 100, 30) == (80, 90, 100)
-    assert [whole_evaluations("verdict", steps, 0) for steps in (1, 2, 3)] == [(1,), (1, 2), (1, 2, 3)]
-    config = parse_dict({"training": {"max_steps": 20, "eval_every": 6}, "evaluation": {"schedule": "verdict"}})
-    assert config.evaluations == {6: "part", 12: "part", 16: "whole", 18: "whole", 20: "whole"}
+    def extents(schedule: str, steps: int, every: int) -> dict[int, str]:
+        training = {"max_steps": steps, "eval_every": every}
+        config = parse_dict({"training": training, "evaluation": {"schedule": schedule}})
+        parts = [step for step in range(1, steps + 1) if config.evaluation_after(step) == "part"]
+        assert part_evaluations(schedule, steps, every) == len(parts)
+        return {step: extent for step in range(1, steps + 1) if (extent := config.evaluation_after(step))}
+
+    assert [*extents("every", 10, 4)] == [4, 8, 10]
+    assert [*extents("every", 8, 0)] == [8]
+    assert set(extents("every", 10, 4).values()) == {"whole"}
+    assert extents("verdict", 20, 6) == {6: "part", 12: "part", 16: "whole", 18: "whole", 20: "whole"}
+    assert [[*extents("verdict", steps, 0)] for steps in (1, 2, 3)] == [[1], [1, 2], [1, 2, 3]]
+    assert parse_dict({"evaluation": {"problems": 0}}).evaluation_after(100) is None
+
+
+def test_billions_of_evaluations_are_no_list(tmp_path):
+    steps = 2**31 - 1
+    assert whole_evaluations("every", steps, 1) == (range(1, steps), (steps,))
+    assert last_evaluations("every", steps, 1) == (steps - 2, steps - 1, steps)
+    assert part_evaluations("verdict", steps, 1) == steps - 3
+    (tmp_path / "f.toml").write_text(f"[training]\nmax_steps = {steps}\neval_every = 1\n")
+    for schedule, said in (("every", "2,147,483,648 times (after 0, 1, 2, …, "), ("verdict", "4 times (")):
+        result = run_cli("explain", tmp_path / "f.toml", "--set", f"evaluation.schedule={schedule}")
+        assert result.exit_code == 0, result.output
+        assert said in result.stdout
 
 
 TWO = '[campaign]\nmax_steps = 100\nprimary_metric = "last3"\n[[campaign.conditions]]\nadvantage_mode = "grpo"\n'

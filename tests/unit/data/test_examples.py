@@ -1,4 +1,6 @@
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +11,10 @@ from helpers.models import word_tokenizer
 from transformers import AutoTokenizer
 
 from retrain.config import parse_dict
-from retrain.data.examples import load_examples
+from retrain.data.examples import Dialogue, ExampleRenderer, load_examples
 from retrain.data.prompts import render
 from retrain.errors import DataError
-from retrain.tokenizer import light_tokenizer
+from retrain.tokenizer import LightTokenizer, light_tokenizer
 from retrain.types import Problem
 
 CHATML = (
@@ -202,6 +204,39 @@ def test_over_long_rows_are_an_error_or_left_out(source):
     assert skipped.loaded.notes[0].startswith(f"1 of 2 warm-up examples left out for more than {lengths[0]} tokens")
     with pytest.raises(DataError, match=r"2 of 2 warm-up examples left out .*; nothing is left"):
         source(rows, warmup={"max_tokens": 3}, data={"long_prompts": "skip"})
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, THINKING, None])
+def test_a_check_finds_the_faults_of_reading_and_tokenises_long_rows_only(tmp_path, template):
+    tokenizer = word_tokenizer(["What is 1+1? two four the answer is 12", "system user assistant think"])
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    texts, dialogues = [], [Dialogue(f"rows.jsonl:{i}", TALK[:2] if i else TALK * 2, 0) for i in range(3)]
+
+    class Counting(LightTokenizer):
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            texts.append(text)
+            return super().__call__(text, add_special_tokens)
+
+    light = light_tokenizer(str(tmp_path))
+    counting = Counting(light.tokenizer, light.chat_template, light.special_tokens_map)
+
+    def fault(limit: int, mode: str, read: Callable[[ExampleRenderer], object]) -> str:
+        settings = {"source": "rows.jsonl", "max_tokens": limit}
+        config = parse_dict({"model": {"model": str(tmp_path)}, "warmup": settings, "data": {"long_prompts": mode}})
+        renderer = ExampleRenderer(config, counting, 0)
+        texts.clear()
+        try:
+            read(renderer)
+        except DataError as error:
+            return str(error)
+        return ""
+
+    for limit, mode in itertools.product((*range(1, 60), 1000), ("error", "skip")):
+        expected = fault(limit, mode, lambda renderer: renderer.examples("rows.jsonl", dialogues, []))
+        assert fault(limit, mode, lambda renderer: renderer.check("rows.jsonl", dialogues)) == expected
+    assert not texts
+    assert fault(1, "error", lambda renderer: renderer.check("rows.jsonl", dialogues)).startswith("rows.jsonl:0  the ")
 
 
 def test_what_is_held_out_is_not_trained_on(source, tmp_path):

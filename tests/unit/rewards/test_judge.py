@@ -5,6 +5,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
+from helpers.campaigns import run_cli
 from helpers.servers import CAPITAL, JudgeServer, chat, judging, says
 
 from retrain.config import tasks
@@ -162,3 +163,17 @@ def test_the_key_goes_to_the_server_and_nowhere_else(server: JudgeServer, monkey
     assert result.components == {"judge": None}
     assert "HTTP 401 wrong key Bearer ***" in (result.error or "")
     assert KEY not in json.dumps(server.requests) + caplog.text + "".join(capfd.readouterr())
+
+
+def test_check_finds_a_key_that_is_not_set(tmp_path, monkeypatch) -> None:
+    keys = 'type = "judge"\njudge_model = "m"\njudge_api_key_env = "JUDGE_KEY"\n'
+    (tmp_path / "f.toml").write_text(f"[reward]\n{keys}[audit]\n{keys}")
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    result = run_cli("check", tmp_path / "f.toml")
+    assert (result.exit_code, result.output.splitlines()) == (2, [
+        f'f.toml:{line}  {table}.judge_api_key_env  is "JUDGE_KEY": $JUDGE_KEY is not set: export JUDGE_KEY=…'
+        for line, table in ((4, "reward"), (8, "audit"))
+    ])  # fmt: skip
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    result = run_cli("check", tmp_path / "f.toml")
+    assert result.exit_code == 0, result.output

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from helpers.campaigns import run_cli, toy_toml, train_quietly
 
+from retrain.campaign.planning import references
 from retrain.config import tasks
 from retrain.files import read_jsonl
 from retrain.rewards import RewardResult, build_grader
@@ -173,6 +174,16 @@ def test_good_functions_pass_the_check(tmp_path, module):
     for function in (["lengths", "every"], "positional"):
         result = run_cli("check", written(tmp_path, module, function))
         assert result.exit_code == 0, result.output
+
+
+def test_a_module_that_is_slow_to_import_is_named_meanwhile(tmp_path, module, monkeypatch):
+    file = written(tmp_path, module, "positional")
+    assert "importing" not in run_cli("check", file).output
+    monkeypatch.setattr(references, "SLOW_IMPORT_S", 0.1)
+    (tmp_path / "mine.py").write_text(f"import time\ntime.sleep(1)\n{module.read_text()}")
+    result = run_cli("check", file)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == f"note: importing {tmp_path}/mine.py takes more than 0.1 s; it is tried 3 times for 60 s\n"
 
 
 def test_functions_of_trl_and_parts_of_a_result_are_recorded_by_name(tmp_path, module, model):

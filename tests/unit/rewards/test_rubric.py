@@ -167,7 +167,8 @@ def rows_of(count: int, check: str = "Is right.") -> list[dict[str, Any]]:
 @pytest.mark.parametrize("section", ["[reward]", "[audit]"])
 def test_a_problem_without_criteria_is_found_before_anything_is_loaded(tmp_path, section):
     rows = [*rows_of(5), {"question": "last?", "answer": "1", "checks": [{"weight": 1}]}]
-    fault = rf"\{section[:-1]}\] rubric_column = 'checks', problem .*the problem's criterion 1 has no text"
+    key = rf"own.toml:4  {section[1:-1]}.rubric_column"
+    fault = rf'^{key}  is "checks": problem problems.jsonl:6: the problem\'s criterion 1 has no text'
     with pytest.raises(ConfigError, match=fault):
         check(Plan.of(load(rubric_file(tmp_path, rows, section)), tmp_path / "out"))
 
