@@ -155,8 +155,7 @@ def _compare_others(file: ComparisonFile, path: Path | None, name: str, as_json:
     if not tables:
         raise UsageError(f"{name}: there are no results yet at {', '.join(entry.path for entry in file.results)}")
     notes = [lock_note(lock, file, tables)] if lock else []
-    tools = sorted({table.tool for table in tables if table.tool})
-    judged = judge_tables(tables, file.compare, standing_of(lock, file, tables), tools=tools, warnings=notes)
+    judged = judge_tables(tables, file.compare, standing_of(lock, file, tables), notes)
     if report is not None:
         print(write_foreign_report(campaign_of_tables(name, judged), report))
         return

@@ -24,6 +24,7 @@ from retrain.data.dataset import content_hash
 from retrain.environments.build import askable
 from retrain.errors import DataError, UsageError, plural
 from retrain.files import read_json_if_present, sha256, write_json
+from retrain.maths.bounded import bounded_mean_interval
 from retrain.policy.base import find_model_files
 from retrain.probe.subjects import Subject
 from retrain.records.environment import module_hashes, run_facts, system_files
@@ -38,7 +39,7 @@ from retrain.training.bases import Bases
 from retrain.training.inputs import CohortJob, allow_all
 from retrain.training.run_builder import RunBuilder, shared_facts
 from retrain.util.session import DirectoryLock
-from retrain.verdicts.models import compare_models
+from retrain.util.text import points
 from retrain.verdicts.problem_scores import problem_scores
 from retrain.verdicts.results import Measure, read_run
 
@@ -240,3 +241,37 @@ def _results(out: Path, subjects: Sequence[Subject]) -> Row:
         models.append({**facts, "path": str(run_directory(out, subject.spec)), "sets": sets})
     comparisons = compare_models([subject.name for subject in subjects], scores)
     return {"models": models, "comparisons": comparisons, "scope": SCOPE}
+
+
+def compare_models(names: Sequence[str], scores: Sequence[Mapping[str, Mapping[str, float]]]) -> list[Row]:
+    """Compare models with the first by problem. ``scores``: share of correct answers of each model, by held-out set and
+    problem.
+
+    The score intervals (``maths.bounded``) hold together at 95 % (Bonferroni): each has the level 1 − 0.05/n for n
+    comparisons. Problems that one of the two models lacks are left out.
+    """
+    pairs = []
+    for name, mine in zip(names[1:], scores[1:], strict=True):
+        for held_out, baseline in scores[0].items():
+            if common := [problem for problem in baseline if problem in mine.get(held_out, {})]:
+                differences = [mine[held_out][problem] - baseline[problem] for problem in common]
+                pairs.append((name, held_out, differences, len(baseline.keys() | mine[held_out].keys()) - len(common)))
+    rows = []
+    for name, held_out, differences, left_out in pairs:
+        gain = bounded_mean_interval(differences, -1.0, 1.0, level=1.0 - 0.05 / len(pairs))
+        row = {"model": name, "baseline": names[0], "set": held_out, "problems": len(differences)}
+        row |= {"left_out": left_out, "difference": gain.estimate, "low": gain.low, "high": gain.high}
+        rows.append(row | {"sentence": _sentence(row)})
+    return rows
+
+
+def _sentence(row: Values) -> str:
+    low, high = row["low"], row["high"]
+    text = f"{row['model']} − {row['baseline']} on {row['set']}: {points(row['difference'])} points"
+    left_out = f" ({row['left_out']} that not both have are left out)" if row["left_out"] else ""
+    if low is None or high is None:
+        return f"{text}, {plural(row['problems'], 'problem')}{left_out}: cannot tell"
+    text += f" [{points(low)}, {points(high)}], {plural(row['problems'], 'problem')}{left_out}"
+    if low > 0 or high < 0:
+        return f"{text}: {'higher' if low > 0 else 'lower'}"
+    return f"{text}: no difference shown; up to {points(max(-low, high), sign=False)} points stay open"

@@ -33,6 +33,7 @@ from retrain.verdicts.audited import audited
 from retrain.verdicts.declaration import DECLARED, EXPLORATORY, INTERIM, DeclaredRule, Standing
 from retrain.verdicts.problem_scores import ProblemScores
 from retrain.verdicts.results import (
+    SUMMARIES,
     Measure,
     Pair,
     RunResult,
@@ -103,9 +104,9 @@ def compare_runs(
         margin=margin,
         pairs_needed=FEWEST_PAIRS,
         conditions=conditions,
-        secondary=[_secondary(runs, order, other, interim) for other in _secondary_measures(measure, runs)]
-        if design is None
-        else [],
+        secondary=[]
+        if design
+        else [_secondary(runs, order, other, interim) for other in _secondary_measures(measure, runs)],
         standing=status,
         failed=[run.run_id for run in runs if run.state == "failed"],
         warnings=notes,
@@ -422,7 +423,8 @@ def _pairs(label: str, baseline: str, runs: Sequence[RunResult], measure: Measur
 
 def _secondary_measures(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
     if primary.set_name is not None:
-        others = [replace(primary, summary=summary) for summary in SECONDARY if summary != primary.summary]
+        # Of other tools' evaluations, only those that the primary measure needs were read.
+        others = [replace(primary, summary=summary) for summary in SUMMARIES[: SUMMARIES.index(primary.summary)]]
         return [other for other in others if any(run.value(other) is not None for run in runs)]
     keys = list(dict.fromkeys(key for run in runs for row in run.last_evaluations.values() for key in row))
     names = dict.fromkeys(name for run in runs for name in run.set_names)

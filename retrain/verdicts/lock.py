@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from retrain.config.comparing import Compare, ComparisonFile, Results
+from retrain.config.comparing import Compare, ComparisonFile
 from retrain.errors import StorageError, UsageError, listed
 from retrain.files import read_json, write_json
 from retrain.records.foreign.table import MetricFacts, RunTable
@@ -22,7 +22,7 @@ from retrain.records.schema.base import Record, Row
 from retrain.verdicts.declaration import DEVIATION, Standing
 from retrain.verdicts.table_measure import metric_facts
 
-UNDECLARED = "nothing was declared before the results"
+UNDECLARED = Standing(("nothing was declared before the results",))
 NAMED_RUNS, NAMED_KEYS = 6, 8
 REQUIRED = {
     "metric": 'metric = "acc"',
@@ -89,8 +89,7 @@ def declare(path: Path, file: ComparisonFile, tables: Sequence[RunTable], unix: 
     target = lock_path(path)
     if lexists(target):
         raise UsageError(f"{target} exists: a declaration is not changed; delete the lock or use another file name")
-    missing = [key for key in REQUIRED if getattr(file.compare, key) in (None, []) and not _is_known(key, file, tables)]
-    if missing:
+    if missing := _missing_keys(file.compare, tables):
         keys = listed([REQUIRED[key] for key in missing], NAMED_KEYS)
         raise UsageError(f"{path} declares no {' and no '.join(missing)}; add below [compare]: {keys}")
     before = [table.name for table in _with_results(file.compare, tables)]
@@ -108,29 +107,36 @@ def declare(path: Path, file: ComparisonFile, tables: Sequence[RunTable], unix: 
     return lines
 
 
-def _is_known(key: str, file: ComparisonFile, tables: Sequence[RunTable]) -> bool:
-    """Return whether a declaration needs no such key: retrain or the results know the fact about the metric, or one
-    model of each condition is compared, which has no seed."""
-    if key == "seeds" and file.compare.replicate == "none":
-        return True
-    _, metric = file.compare.measure
-    if key not in MetricFacts._fields or metric is None:
-        return key in MetricFacts._fields  # without a metric, its missing name is the fault
-    return getattr(metric_facts(metric, tables), key) is not None
+def _missing_keys(compare: Compare, tables: Sequence[RunTable]) -> list[str]:
+    """Return the keys that a declaration lacks. It needs no facts about the metric that retrain or the results know,
+    and no seeds if one model of each condition is compared."""
+    _, metric = compare.measure
+    needless = {"seeds"} if compare.replicate == "none" else set[str]()
+    for key in MetricFacts._fields:
+        if metric is None or getattr(metric_facts(metric, tables), key) is not None:
+            needless.add(key)
+    return [key for key in REQUIRED if getattr(compare, key) in (None, []) and key not in needless]
 
 
 def standing_of(lock: Lock | None, file: ComparisonFile, tables: Sequence[RunTable]) -> Standing:
     """Return the status of the comparison ``file`` of the results in ``tables``, given its lock."""
     if lock is None:
-        return Standing((UNDECLARED,))
+        return UNDECLARED
     reasons = []
     if lock.sha256 != lock.digest:
         reasons.append(f"{DEVIATION}: the lock was edited (its SHA-256 is another one)")
-    if changed := changed_keys(_declared(lock), file):
+    declared = _declared(lock)
+    changed = [
+        f"[compare] {key}"
+        for key in Compare.model_fields
+        if getattr(declared.compare, key) != getattr(file.compare, key)
+    ]
+    if declared.results != file.results:
+        changed.append("[[results]]")
+    if changed:
         reasons.append(f"{DEVIATION}: changed after the declaration: {listed(changed, NAMED_KEYS)}")
     runs = _with_results(file.compare, tables)
-    undated = [run.name for run in runs if run.started is None]
-    if undated:
+    if undated := [run.name for run in runs if run.started is None]:
         reasons.append(f"the time of the results is not known ({listed(undated, NAMED_RUNS)})")
     early = [run.name for run in runs if run.name in lock.runs_before or (run.started or lock.unix) < lock.unix]
     if early:
@@ -141,27 +147,9 @@ def standing_of(lock: Lock | None, file: ComparisonFile, tables: Sequence[RunTab
 def lock_note(lock: Lock, file: ComparisonFile, tables: Sequence[RunTable]) -> str:
     """Return a sentence that says when the comparison was declared, and where the times of the results are from."""
     text = f"Declared on {datetime.fromtimestamp(lock.unix, UTC):%Y-%m-%d %H:%M} UTC"
-    runs = _with_results(file.compare, tables)
-    if not runs:
-        return f"{text}; there are no results yet."
-    if all(run.has_times for run in runs):
+    if all(run.has_times for run in _with_results(file.compare, tables)):
         return f"{text}; the times of the results are those in the files, which anyone can write."
     return f"{text}; the times of the results are those of the files, which copying changes and anyone can set."
-
-
-def changed_keys(declared: ComparisonFile, now: ComparisonFile) -> list[str]:
-    """Return the keys that differ, as they are written in the file."""
-    keys = [f"[compare] {key}" for key in _different(declared.compare, now.compare)]
-    if len(declared.results) != len(now.results):
-        return [*keys, "the number of [[results]]"]
-    for number, (before, after) in enumerate(zip(declared.results, now.results, strict=True), 1):
-        place = "[[results]]" if len(now.results) == 1 else f"[[results]] {number}"
-        keys += [f"{place} {key}" for key in _different(before, after)]
-    return keys
-
-
-def _different(before: Compare | Results, after: Compare | Results) -> list[str]:
-    return [key for key in type(after).model_fields if getattr(before, key) != getattr(after, key)]
 
 
 def _declared(lock: Lock) -> ComparisonFile:

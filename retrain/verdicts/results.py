@@ -29,7 +29,8 @@ METRIC = f"eval/{HELDOUT}/correct_rate"
 HELD_OUT_SHORT = ("correct_rate", "reward_mean", "audit", "mean_length", "pass@<k>", "avg@<k>", "maj@<k>")
 # Metrics whose larger values are better
 MERITS = r"(correct_rate|reward_mean|audit|mean_reward|reward/total|(pass|avg|maj)@\d+)$"
-SUMMARIES = ("final", "last3", "auc")  # Ways to summarise a curve as one number
+# Ways to summarise a curve as one number, in the order of the evaluations that they need
+SUMMARIES = ("final", "last3", "auc")
 # The final value of a training metric is its mean over the last tenth of the steps, because single steps are noisy
 LAST_SHARE = 10
 

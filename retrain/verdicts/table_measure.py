@@ -1,13 +1,12 @@
-"""Choose the deciding metric in the results of other tools, and find its unit and its direction."""
+"""The deciding metric in the results of other tools, with its unit and its direction."""
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from retrain.config.comparing import Compare, Unit
-from retrain.errors import UsageError, listed
+from retrain.errors import UsageError
 from retrain.records.foreign.table import HELDOUT_SET, MetricFacts, RunTable
-from retrain.verdicts.results import SUMMARIES, Measure
+from retrain.verdicts.results import Measure
 
 # (set, metric)
 Column = tuple[str, str]
@@ -18,14 +17,15 @@ KNOWN = (
     (re.compile(r"reward|reward_mean|mean_reward|score|avg_score"), MetricFacts(higher_is_better=True)),
     (re.compile(r"loss|perplexity"), MetricFacts(higher_is_better=False, unit="number")),
 )
-NAMED_METRICS = 8
 
 
 def table_measure(tables: Sequence[RunTable], compare: Compare) -> tuple[Measure, Column]:
-    """Return the measure that ``compare`` names, and the set and metric of its values. Raises UsageError with the line
-    to type if metric, unit or direction are not certain."""
-    summary, name = _parse(compare.metric)
-    column = _column(name, tables, "" if summary == "final" else f"{summary}:")
+    """Return the measure that ``compare`` names, and the set and metric of its values: the only ones in the tables.
+    Raises UsageError with the line to type if unit or direction are not certain."""
+    summary, name = compare.measure
+    column = next((column for table in tables for column in (*table.numbers, *table.answers)), None)
+    if column is None:
+        raise UsageError(f"the runs have no value of {name or 'a metric'}: their files have no number and no answer")
     key = column[1] if column[0] == HELDOUT_SET else "/".join(column)
     facts = metric_facts(column[1], tables)
     unit = compare.unit or facts.unit
@@ -39,30 +39,6 @@ def table_measure(tables: Sequence[RunTable], compare: Compare) -> tuple[Measure
             f"neither the files nor retrain know the {missing} of {key}: in [compare], type {' and '.join(lines)}"
         )
     return Measure(summary, key, column[0], unit, merit), column
-
-
-def _parse(text: str | None) -> tuple[str, str | None]:
-    """Return summary and name of the metric; None: the only one."""
-    summary, colon, name = (text or "final").partition(":")
-    if summary not in SUMMARIES:
-        return "final", text
-    return summary, name if colon and name else None
-
-
-def _column(name: str | None, tables: Sequence[RunTable], prefix: str) -> Column:
-    columns = sorted({column for table in tables for column in (*table.numbers, *table.answers)})
-    matching = [column for column in columns if name is None or name in (column[1], "/".join(column))]
-    if len(matching) == 1:
-        return matching[0]
-    names = [metric if held_out == HELDOUT_SET else f"{held_out}/{metric}" for held_out, metric in matching or columns]
-    if not columns:
-        raise UsageError("the results have no metric: their files have no number and no graded answer")
-    if matching:
-        fix = f'metric = "{prefix}{names[0]}" (--metric {prefix}{names[0]})'
-        what = f"the metric {name} is there for {len(names)} sets" if name else f"the results have {len(names)} metrics"
-        raise UsageError(f"{what}: {listed(names, NAMED_METRICS)}. In [compare], type for instance {fix}")
-    near = get_close_matches(name or "", names, n=3, cutoff=0.4) or names
-    raise UsageError(f"no run has the metric {name}: the results have {listed(near, NAMED_METRICS)}")
 
 
 def metric_facts(metric: str, tables: Sequence[RunTable]) -> MetricFacts:

@@ -1,6 +1,10 @@
-"""One run's values of the deciding metric, from the table of another tool's results."""
+"""One run's values of the deciding metric, from the table of another tool's results.
 
-import math
+A value is the mean over problems of the mean over answers, or without answers the number that the tool wrote. As in
+retrain's own evaluations, an answer that could not be graded counts as wrong for a share, and is left out of the mean
+of any other number; an evaluation without graded answers (for a number: of one problem) has no value.
+"""
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -29,53 +33,33 @@ class TableRun:
     numbers: Mapping[int, float | None]
     answers: Mapping[int, Grades]
     # Whether there are evaluations after the step at which runs must end
-    has_later: bool = False
+    has_later: bool
 
     @classmethod
     def of(cls, table: RunTable, column: Column, end: int | None) -> "TableRun":
         """Return the run's values of ``column``. ``end``: declared number of updates after which a run must end."""
         numbers, answers = table.numbers.get(column, {}), table.answers.get(column, {})
-        last = max([*numbers, *answers], default=None)
-        has_later = end is not None and last is not None and last > end
+        steps = {*numbers, *answers}
+        has_later = end is not None and max(steps, default=0) > end
         state, reason = table.state, None
-        if state in ("done", "unknown") or (state == "unfinished" and has_later):
+        if state == "unknown" or (state == "unfinished" and has_later):
             state = "done"
-            if last is None:
-                state, reason = "unfinished", f"its files have no {column[1]}"
-            elif end is not None and end not in numbers and end not in answers:
-                state, reason = "unfinished", f"it has no evaluation after {end} steps"
-        return cls(
-            table,
-            state,
-            reason,
-            {step: value for step, value in numbers.items() if end is None or step <= end},
-            {step: grades for step, grades in answers.items() if end is None or step <= end},
-            has_later,
-        )
-
-    @classmethod
-    def merged(cls, runs: Sequence["TableRun"]) -> "TableRun":
-        """Return the runs of one model as one run, with the answers of all that are done."""
-        finished = [run for run in runs if run.is_done] or runs[:1]
-        if len(finished) == 1:
-            return finished[0]
-        answers: dict[int, dict[str, list[float | None]]] = {}
-        for step, grades in chain.from_iterable(run.answers.items() for run in finished):
-            for problem, of_problem in grades.items():
-                answers.setdefault(step, {}).setdefault(problem, []).extend(of_problem)
-        return replace(finished[0], answers=answers, numbers={} if answers else finished[0].numbers)
-
-    @property
-    def name(self) -> str:
-        return self.table.name
-
-    @property
-    def label(self) -> str:
-        return self.table.condition
+        if state == "done" and not steps:
+            state, reason = "unfinished", f"its files have no {column[1]}"
+        elif state == "done" and end is not None and end not in steps:
+            state, reason = "unfinished", f"it has no evaluation after {end} steps"
+        if end is not None:
+            numbers = {step: value for step, value in numbers.items() if step <= end}
+            answers = {step: grades for step, grades in answers.items() if step <= end}
+        return cls(table, state, reason, numbers, answers, has_later)
 
     @property
     def is_done(self) -> bool:
         return self.state == "done"
+
+    @property
+    def path(self) -> Path:
+        return self.table.files[0] if self.table.files else Path(self.table.name)
 
     @property
     def steps(self) -> list[int]:
@@ -91,38 +75,26 @@ class TableRun:
         grades = chain.from_iterable(grades.values() for grades in self.answers.values())
         return sum(grade is None for of_problem in grades for grade in of_problem)
 
-    @property
-    def path(self) -> Path:
-        return self.table.files[0] if self.table.files else Path(self.name)
-
-    def scores(self, measure: Measure) -> dict[int, dict[str, float]]:
-        """Return the score of each problem, by step; steps whose evaluation could not be graded are left out."""
-        by_step = {step: _scores(grades, is_share=measure.is_share) for step, grades in self.answers.items()}
-        return {step: scores for step, scores in by_step.items() if scores is not None}
-
-    def values(self, measure: Measure) -> dict[int, float | None]:
-        """Return the value of each evaluation, by ascending step: from the answers where there are any."""
-        values = {**self.numbers, **dict.fromkeys(self.answers)}
-        values |= {step: sum(scores.values()) / len(scores) for step, scores in self.scores(measure).items()}
-        return dict(sorted(values.items()))
-
-    def result(self, measure: Measure, seed: int, pair: int, decimals: int | None) -> RunResult:
+    def result(self, measure: Measure, decimals: int | None) -> RunResult:
         """Return the run as the comparison takes it. ``decimals``: those of numbers that the tool rounded."""
-        values = self.values(measure)
+        scores = {step: _scores(grades, is_share=measure.is_share) for step, grades in self.answers.items()}
+        values = dict(self.numbers)
         if not self.answers and decimals is not None:
             # Rounding errors of float32 would break ties between differences.
             values = {step: None if value is None else round(value, decimals) for step, value in values.items()}
-        rows = [{"name": measure.held_out, "step": step, measure.key: value} for step, value in values.items()]
+        for step, of_step in scores.items():
+            values[step] = sum(of_step.values()) / len(of_step) if of_step else None
+        seed = self.table.seed or 0
         return RunResult(
-            self.name,
-            self.label,
+            self.table.name,
+            self.table.condition,
             seed,
             self.state,
             self.reason,
             self.path,
-            pair=(0, pair),
-            evaluations=rows,
-            problems=self.scores(measure),
+            pair=(0, seed),
+            evaluations=[{"name": measure.held_out, "step": step, measure.key: values[step]} for step in self.steps],
+            problems={step: of_step for step, of_step in scores.items() if of_step},
             value_step=self._value_step(decimals),
         )
 
@@ -136,39 +108,49 @@ class TableRun:
         return 1 / min(len(of_problem) for of_problem in grades.values()) / len(grades)
 
 
-def _scores(grades: Grades, *, is_share: bool) -> dict[str, float] | None:
-    """Return the mean over the answers to each problem; None if the evaluation could not be graded."""
+def _scores(grades: Grades, *, is_share: bool) -> dict[str, float]:
+    """Return the mean over the answers to each problem; empty if the evaluation could not be graded."""
     graded = {key: [grade for grade in grades[key] if grade is not None] for key in grades}
     if not any(graded.values()) or (not is_share and not all(graded.values())):
-        return None
-    # As in retrain's evaluations, an answer without a grade is wrong, and has no reward.
-    counts = {key: len(grades[key]) if is_share else len(graded[key]) for key in grades}
-    return {key: sum(graded[key]) / counts[key] for key in grades}
+        return {}
+    counted = grades if is_share else graded
+    return {key: sum(graded[key]) / len(counted[key]) for key in grades}
+
+
+def merged(runs: Sequence[TableRun]) -> TableRun:
+    """Return the runs of one model as one run, with the answers of all that are done."""
+    finished = [run for run in runs if run.is_done] or runs[:1]
+    if len(finished) == 1:
+        return finished[0]
+    answers: dict[int, dict[str, list[float | None]]] = {}
+    for step, grades in chain.from_iterable(run.answers.items() for run in finished):
+        for problem, of_problem in grades.items():
+            answers.setdefault(step, {}).setdefault(problem, []).extend(of_problem)
+    return replace(finished[0], answers=answers, numbers={} if answers else finished[0].numbers)
 
 
 def same_problems(runs: Sequence[TableRun], *, common: bool) -> tuple[list[TableRun], int]:
     """Require that all finished runs have the same problems at every step. With ``common``, keep those that all have,
-    and return how many were left out. Raises UsageError."""
-    finished = [run for run in runs if run.is_done]
-    keyed = [(run, step, run.answers[step].keys()) for run in finished for step in sorted(run.answers)]
-    other = next(((run, step, keys) for run, step, keys in keyed if keys != keyed[0][2]), None)
+    without the tool's numbers, and return how many were left out. Raises UsageError."""
+    keyed = [(f"{run.table.name} (step {step})", run.answers[step].keys())
+             for run in runs if run.is_done for step in sorted(run.answers)]  # fmt: skip
+    other = next(((where, keys) for where, keys in keyed if keys != keyed[0][1]), None)
     if other is None:
         return list(runs), 0
-    first, (run, step, keys) = keyed[0], other
-    shared = set.intersection(*(set(keys) for _, _, keys in keyed))
+    shared = set(keyed[0][1]).intersection(*(keys for _, keys in keyed))
     if not shared or not common:
-        where = f"{first[0].name} (step {first[1]}) and {run.name} (step {step})"
-        counts = f"{len(first[2] ^ keys)} of {len(first[2] | keys)}"
+        (where, first), (elsewhere, keys) = keyed[0], other
         fix = 'in [compare], type problems = "common" to compare those that all runs have, without a verdict'
         if not shared:
             fix = "no problem is in all runs. If their prompt templates differ, name a column that identifies a problem"
-        raise UsageError(f"{where} do not have the same problems: {counts} are in one of them only; {fix}")
-    if bare := next((run for run in finished if run.steps and run.last_step not in run.answers), None):
-        raise UsageError(f"{bare.name} has no answers to problems, so that common ones cannot be compared")
+        raise UsageError(
+            f"{where} and {elsewhere} do not have the same problems: {len(first ^ keys)} of {len(first | keys)} are in "
+            f"one of them only; {fix}"
+        )
     restricted = [
         replace(
             run,
-            numbers={step: value for step, value in run.numbers.items() if step not in run.answers},
+            numbers=dict.fromkeys(run.numbers),
             answers={
                 step: {key: of_problem for key, of_problem in grades.items() if key in shared}
                 for step, grades in run.answers.items()
@@ -178,25 +160,21 @@ def same_problems(runs: Sequence[TableRun], *, common: bool) -> tuple[list[Table
         else run
         for run in runs
     ]
-    return restricted, len(set().union(*(keys for _, _, keys in keyed))) - len(shared)
+    return restricted, len(set[str]().union(*(keys for _, keys in keyed))) - len(shared)
 
 
-def require_possible_values(runs: Sequence[TableRun], measure: Measure) -> None:
-    """Raise UsageError for an infinite value, or a share outside [0, 1]."""
+def require_shares(runs: Sequence[TableRun], key: str) -> None:
+    """Raise UsageError for a value outside [0, 1] of the metric ``key``."""
     for run in runs:
         for step in run.steps:
             grades = chain.from_iterable(run.answers.get(step, {}).values())
-            values = [value for value in (run.numbers.get(step), *grades) if value is not None]
-            least, most = min(values, default=0.0), max(values, default=0.0)
-            value = least if least < -SAME else most
-            place = f"{run.path}: {measure.key} of {run.name} is {value:g} at step {step}"
-            if not (math.isfinite(least) and math.isfinite(most)):
-                raise UsageError(f"{place}: leave out this run, or take another metric")
-            if measure.is_share and not -SAME <= value <= 1 + SAME:
+            values = (value for value in (run.numbers.get(step), *grades) if value is not None)
+            value = next((value for value in values if not -SAME <= value <= 1 + SAME), None)
+            if value is not None:
                 percent = ", or divide values from 0 to 100 by 100" if 0 <= value <= 100 else ""
                 raise UsageError(
-                    f"{place}, but a share lies from 0 to 1: in [compare], "
-                    f'type unit = "number" (--unit number){percent}'
+                    f"{run.path}: {key} of {run.table.name} is {value:g} at step {step}, but a share lies from 0 to 1: "
+                    f'in [compare], type unit = "number" (--unit number){percent}'
                 )
 
 

@@ -69,7 +69,7 @@ def test_the_terminal_shows_what_was_read_and_the_runs_that_are_missing(results)
     lines = run_cli("compare", "compare.toml").stdout.splitlines()
 
     assert lines[0].startswith("read 15 runs of verl: 2 conditions")
-    assert "missing: rloo seed 5" in lines
+    assert lines[-1].endswith("1 missing run is not in the means: rloo seed 5.")
 
 
 def test_runs_that_end_early_are_refused_or_unfinished(results):

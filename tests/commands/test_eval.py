@@ -14,9 +14,8 @@ from retrain.config import load
 from retrain.errors import RunFailed
 from retrain.files import read_json, read_jsonl
 from retrain.maths.bounded import bounded_mean_interval
-from retrain.probe.evaluation import check_subjects, evaluate
+from retrain.probe.evaluation import check_subjects, compare_models, evaluate
 from retrain.probe.subjects import subjects_of
-from retrain.verdicts.models import compare_models
 
 COMPLETION_KEYS = ("step", "name", "problem_id", "sample", "completion", "correct", "reward", "num_tokens", "answer")
 

@@ -17,7 +17,7 @@ from retrain.verdicts.export import export
 from retrain.verdicts.lock import Lock, read_lock, standing_of
 from retrain.verdicts.pooling import compare_directories
 from retrain.verdicts.results import METRIC
-from retrain.verdicts.tables import compare_tables
+from retrain.verdicts.tables import judge_tables
 
 CREATED = 1.7e9
 HIGHER = shifted(0.03, noise=0.01)
@@ -131,7 +131,7 @@ def judged(path: Path) -> Row:
     """The comparison of a file, as ``retrain compare FILE.toml`` makes it."""
     file = ComparisonFile.model_validate(tomli.loads(path.read_text()))
     tables = collect(file.results, file.compare, path.parent)
-    return compare_tables(tables, file.compare, standing_of(read_lock(path), file, tables))
+    return judge_tables(tables, file.compare, standing_of(read_lock(path), file, tables)).comparison.to_json()
 
 
 def rounded(condition: Row) -> Row:
