@@ -63,28 +63,24 @@ def compare(
     options = {"metric": metric, "baseline": baseline, "higher_is_better": higher_is_better, "unit": unit,
                "steps": steps, "pairing": pairing, "replicate": "none" if models else None}  # fmt: skip
     given = {key: value for key, value in options.items() if value is not None}
-    if ours := [path for path in paths if _is_ours(Path(path))]:
-        _require_ours(paths, ours, given, [format, declare or None, report])
-        directories = [Path(path) for path in ours]
-        if export is not None:
-            if len(paths) > 1 or given:
-                raise UsageError(
-                    "--export writes one campaign as it was declared: name one directory and no other option"
-                )
-            print(*export_campaign(directories[0], export), sep="\n")
-            return
-        for directory in directories:
-            require_directory(directory)
-        comparison = compare_directories(directories, metric=metric, baseline=baseline)
-        print_report(comparison, as_json, lambda row: print_comparison(row, secondary=True))
+    if any(_is_ours(Path(path)) for path in paths):
+        if given.keys() - {"metric", "baseline"} or format or declare or report:
+            raise UsageError(
+                "directories of retrain are compared as their campaigns declared it: only --metric, --baseline, --json "
+                "and --export apply to them (for a report type: retrain report)"
+            )
+        _compare_ours(paths, given, as_json, export)
         return
     if export is not None:
         raise UsageError("--export writes a campaign of retrain as a table; name its directory")
     file, path = _comparison(paths, given, format)
-    if declare:
-        _declare(file, path)
-    else:
+    if not declare:
         _compare_others(file, path, " ".join(paths), as_json, report)
+    elif path is None:
+        raise UsageError("--declare needs a comparison file: write [compare] and [[results]] into FILE.toml")
+    else:
+        tables = collect(file.results, file.compare, path.parent, allow_missing=True)
+        print(*write_lock(path, file, tables, time.time()), sep="\n")
 
 
 def _is_ours(path: Path) -> bool:
@@ -95,20 +91,24 @@ def _is_ours(path: Path) -> bool:
     return path.is_dir() and any(file.is_file() for file in files)
 
 
-def _require_ours(
-    paths: Sequence[str], ours: Sequence[str], given: Mapping[str, object], others: Sequence[object]
-) -> None:
-    """Raise UsageError if some paths are not of retrain, or if an option is for other tools' results."""
-    if other := next((path for path in paths if path not in ours), None):
+def _compare_ours(paths: Sequence[str], given: Mapping[str, str], as_json: bool, export: Path | None) -> None:
+    """Compare campaigns and runs of retrain, or export one campaign. Raises UsageError for other tools' results."""
+    directories = [Path(path) for path in paths]
+    if other := next((path for path in directories if not _is_ours(path)), None):
+        ours = next(path for path in directories if _is_ours(path))
         raise UsageError(
-            f"{ours[0]} is retrain's and {other} is not: retrain compare {ours[0]} --export FILE.csv writes a table, "
+            f"{ours} is retrain's and {other} is not: retrain compare {ours} --export FILE.csv writes a table, "
             "which can be compared with other tools' results"
         )
-    if given.keys() - {"metric", "baseline"} or any(option is not None for option in others):
-        raise UsageError(
-            f"{ours[0]} is retrain's, whose comparison was declared in its file: only --metric, --baseline, --json and "
-            "--export apply to it (for a report type: retrain report)"
-        )
+    if export is not None:
+        if len(paths) > 1 or given:
+            raise UsageError("--export writes one campaign as it was declared: name one directory and no other option")
+        print(*export_campaign(directories[0], export), sep="\n")
+        return
+    for directory in directories:
+        require_directory(directory)
+    comparison = compare_directories(directories, metric=given.get("metric"), baseline=given.get("baseline"))
+    print_report(comparison, as_json, lambda row: print_comparison(row, secondary=True))
 
 
 def _comparison(
@@ -136,27 +136,15 @@ def _comparison(
     return file.model_copy(update={"compare": compare}), path
 
 
-def _declare(file: ComparisonFile, path: Path | None) -> None:
-    if path is None:
-        raise UsageError("--declare needs a comparison file: write [compare] and [[results]] into FILE.toml")
-    tables = collect(file.results, file.compare, path.parent, allow_missing=True)
-    print(*write_lock(path, file, tables, time.time()), sep="\n")
-
-
 def _compare_others(file: ComparisonFile, path: Path | None, name: str, as_json: bool, report: Path | None) -> None:
-    lock = read_lock(path) if path else None
-    tables = collect(
-        file.results,
-        file.compare,
-        path.parent if path else Path(),
-        allow_missing=lock is not None,
-        every_step=report is not None,
-    )
+    lock, base = (read_lock(path), path.parent) if path else (None, Path())
+    tables = collect(file.results, file.compare, base, allow_missing=lock is not None, every_step=report is not None)
     if not tables:
         raise UsageError(f"{name}: there are no results yet at {', '.join(entry.path for entry in file.results)}")
     notes = [lock_note(lock, file, tables)] if lock else []
     judged = judge_tables(tables, file.compare, standing_of(lock, file, tables), notes)
     if report is not None:
-        print(write_foreign_report(campaign_of_tables(name, judged), report))
-        return
+        write_foreign_report(campaign_of_tables(name, judged), report)
     print_report(judged.comparison.to_json(), as_json, lambda row: print_comparison(row, secondary=True))
+    if report is not None and not as_json:
+        print(report)

@@ -7,9 +7,8 @@ comparison as the campaign declared it, ``FILE.toml.lock`` its declaration with 
 import csv
 import io
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from os.path import lexists
 from pathlib import Path
@@ -49,15 +48,16 @@ def export(directory: Path, target: Path) -> list[str]:
             raise NotOurs(f"{path} exists and is left as it is: delete it or give another file with --export")
     source, comparison = read_source(directory), compare_directories([directory])
     measure = Measure(comparison["summary"], comparison["metric"])
-    results = _Results(source, measure)
-    declared = results.declaration(target.name, comparison["margin"])
-    notes = [f"note: {loss}" for loss in _losses(source, measure)]
-    if comparison["standing"] == EXPLORATORY:
+    compare = _declaration(source, measure, comparison["margin"])
+    declared = {"compare": compare, "results": [{"path": target.name, "format": "table"}]}
+    notes = _losses(source, measure)
+    is_exploratory = comparison["standing"] == EXPLORATORY
+    if is_exploratory:
         reasons = dict.fromkeys(reason for each in comparison["conditions"] for reason in each["standing_reasons"])
         notes.append(f"note: no lock is written, the comparison is exploratory: {'; '.join(reasons)}")
     command = shlex.join(["retrain", "compare", str(directory), "--export", str(target)])
-    texts = {target: _csv_text(results), file: _toml_text([f"Written by: {command}", *notes], declared)}
-    if comparison["standing"] != EXPLORATORY:
+    texts = {target: _csv_text(source, measure), file: _toml_text([f"Written by: {command}", *notes], declared)}
+    if not is_exploratory:
         lock = Lock.of(ComparisonFile.model_validate(declared), _declaration_time(directory))
         texts[lock_path(file)] = dumps(lock.to_row(), indent=2) + "\n"
     try:
@@ -68,74 +68,93 @@ def export(directory: Path, target: Path) -> list[str]:
     return [*map(str, texts), *notes]
 
 
-@dataclass(frozen=True)
-class _Results:
-    source: Source
-    measure: Measure
-
-    @property
-    def deciding(self) -> str:
-        """Name of the deciding metric in the table."""
-        return self.measure.key.removeprefix(f"eval/{self.measure.held_out}/")
-
-    def declaration(self, path: str, margin: float | None) -> Row:
-        """Return the comparison file as plain data."""
-        source, measure = self.source, self.measure
-        sets = {name for run in source.runs for name in run.set_names}
-        prefix = "" if measure.summary == "final" else f"{measure.summary}:"
-        place = f"{measure.held_out}/" if len(sets) > 1 and measure.held_out else ""
-        steps = {*(source.declared.get("max_steps") or {}).values()}
-        compare = {
-            "metric": f"{prefix}{place}{self.deciding}" if measure.is_held_out else f"{TRAINING}/{measure.key}",
-            "higher_is_better": measure.higher_is_better or None,
-            "unit": "share" if measure.is_share else "number",
-            "baseline": condition_name(source.labels[0]),
-            "conditions": [condition_name(label) for label in source.labels],
-            "seeds": source.declared.get("seeds") or sorted({run.seed for run in source.runs}),
-            "steps": steps.pop() if len(steps) == 1 else None,
-            "equivalence_margin": margin,
-        }
-        known = {key: value for key, value in compare.items() if value is not None}
-        return {"compare": known, "results": [{"path": path, "format": "table"}]}
-
-    def rows(self) -> Iterator[Mapping[str, object]]:
-        for run in self.source.runs:
-            first = {"condition": condition_name(run.label), "run": run.run_id, "seed": run.seed, "state": _state(run)}
-            rows = [*self._numbers(run), *self._answers(run)]
-            if not rows and run.state == "failed":
-                rows = [{"set": self.measure.held_out or TRAINING, "metric": self.deciding}]
-            yield from (first | row for row in rows)
-
-    def _numbers(self, run: RunResult) -> Iterator[Row]:
-        times = _Times(run)
-        for row in run.evaluations:
-            name, step = str(row.get("name")), int(row["step"])
-            keys = [f"eval/{name}/{ACCURACY}", *([self.measure.key] if self.measure.held_out == name else [])]
-            for key in dict.fromkeys(keys) if name in run.set_names else ():
-                metric = key.removeprefix(f"eval/{name}/")
-                yield {"step": step, "set": name, "metric": metric, "value": row.get(key), "time": times(step)}
-        value = run.value(self.measure)
-        if not self.measure.is_held_out and value is not None:
-            step = run.rows[-1]["step"] + 1
-            yield {"step": step, "set": TRAINING, "metric": self.measure.key, "value": value, "time": times(step)}
-
-    def _answers(self, run: RunResult) -> Iterator[Row]:
-        """Yield the graded answers of the evaluations on which the deciding metric depends, and of the first; none if
-        the metric is not the accuracy, of all problems or those with a tag, or differs from that of the answers."""
-        tag, _, metric = self.deciding.rpartition("/")
-        if metric != ACCURACY or problem_scores(run, self.measure) is None:
-            return
-        steps, times = {0, *run.weights(self.measure)}, _Times(run)
-        for row in held_out_completions(run.path, self.measure.held_out):
-            if row["step"] in steps and (not tag or tag in row["tags"]):
-                yield {
-                    "step": row["step"], "set": row["name"], "metric": self.deciding, "value": int(row["correct"]),
-                    "problem": row["problem_id"], "sample": row["sample"], "time": times(row["step"]),
-                }  # fmt: skip
+def _declaration(source: Source, measure: Measure, margin: float | None) -> Row:
+    """Return the section [compare] as plain data."""
+    sets = {name for run in source.runs for name in run.set_names}
+    summary = "" if measure.summary == "final" else f"{measure.summary}:"
+    set_name = TRAINING if not measure.is_held_out else measure.held_out if len(sets) > 1 else ""
+    steps = {*(source.declared.get("max_steps") or {}).values()}
+    compare = {
+        "metric": f"{summary}{set_name}{'/' if set_name else ''}{_metric(measure)}",
+        "higher_is_better": measure.higher_is_better or None,
+        "unit": "share" if measure.is_share else "number",
+        "baseline": condition_name(source.labels[0]),
+        "conditions": [condition_name(label) for label in source.labels],
+        "seeds": source.declared.get("seeds") or sorted({run.seed for run in source.runs}),
+        "steps": steps.pop() if len(steps) == 1 else None,
+        "equivalence_margin": margin,
+    }
+    return {key: value for key, value in compare.items() if value is not None}
 
 
-def _state(run: RunResult) -> str:
-    return run.state if run.state in ("done", "failed") else "unfinished"
+def _metric(measure: Measure) -> str:
+    """Return the name of the deciding metric in the table."""
+    return measure.key.removeprefix(f"eval/{measure.held_out}/")
+
+
+def _losses(source: Source, measure: Measure) -> list[str]:
+    """Return notes on what the table cannot express of the campaign."""
+    losses = []
+    if source.rule.has_interim_analysis and interim_seeds(len({run.seed for run in source.runs})) is not None:
+        losses.append("note: the table is judged without the campaign's interim analysis")
+    vary = next((run.config["campaign"].get("vary") for run in source.runs if run.config.get("campaign")), "all")
+    if vary not in (None, "all"):
+        losses.append(f'note: the runs were trained with vary = "{vary}", which the table does not say')
+    if not measure.is_held_out:
+        losses.append(f"note: {measure.name} is a number of training: the table has one value for each run")
+    return losses
+
+
+def _declaration_time(directory: Path) -> float:
+    """Return the time of the campaign's line in the registry, else the time at which the campaign was first started."""
+    manifest = read_manifest(directory)
+    with suppress(ValueError):  # "on", "off" or none
+        return datetime.fromisoformat(str(manifest.get("registry"))).timestamp()
+    return float(manifest["created"])
+
+
+def _csv_text(source: Source, measure: Measure) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for run in source.runs:
+        state = run.state if run.state in ("done", "failed") else "unfinished"
+        first = {"condition": condition_name(run.label), "run": run.run_id, "seed": run.seed, "state": state}
+        rows = [*_numbers(run, measure), *_answers(run, measure)]
+        if not rows and state == "failed":
+            rows = [{"set": measure.held_out or TRAINING, "metric": _metric(measure)}]
+        writer.writerows(first | row for row in rows)
+    return text.getvalue()
+
+
+def _numbers(run: RunResult, measure: Measure) -> Iterator[Row]:
+    """Yield the accuracies and the values of the deciding metric in all evaluations."""
+    times = _Times(run)
+    for row in run.evaluations:
+        name, step = str(row.get("name")), int(row["step"])
+        metrics = {ACCURACY, _metric(measure)} if measure.held_out == name else {ACCURACY}
+        for metric in sorted(metrics) if name in run.set_names else ():
+            value = row.get(f"eval/{name}/{metric}")
+            yield {"step": step, "set": name, "metric": metric, "value": value, "time": times(step)}
+    value = run.value(measure)
+    if not measure.is_held_out and value is not None:
+        step = run.rows[-1]["step"] + 1
+        yield {"step": step, "set": TRAINING, "metric": measure.key, "value": value, "time": times(step)}
+
+
+def _answers(run: RunResult, measure: Measure) -> Iterator[Row]:
+    """Yield the graded answers of the evaluations on which the deciding metric depends, and of the first; none if the
+    metric is not the accuracy, of all problems or those with a tag, or differs from that of the answers."""
+    tag, _, metric = _metric(measure).rpartition("/")
+    if metric != ACCURACY or problem_scores(run, measure) is None:
+        return
+    steps, times = {0, *run.weights(measure)}, _Times(run)
+    for row in held_out_completions(run.path, measure.held_out):
+        if row["step"] in steps and (not tag or tag in row["tags"]):
+            yield {
+                "step": row["step"], "set": row["name"], "metric": _metric(measure), "value": int(row["correct"]),
+                "problem": row["problem_id"], "sample": row["sample"], "time": times(row["step"]),
+            }  # fmt: skip
 
 
 class _Times:
@@ -155,36 +174,6 @@ class _Times:
         ends = self._spans.get(max(step - 1, 0))
         time = ends[-1 if step else 0] if ends else self._latest
         return None if time is None else round(time, 3)
-
-
-def _losses(source: Source, measure: Measure) -> list[str]:
-    """Return what the table cannot express of the campaign."""
-    losses = []
-    seeds = {run.seed for run in source.runs}
-    if source.rule.has_interim_analysis and interim_seeds(len(seeds)) is not None:
-        losses.append("the table is judged without the campaign's interim analysis")
-    vary = next((run.config["campaign"].get("vary") for run in source.runs if run.config.get("campaign")), "all")
-    if vary not in (None, "all"):
-        losses.append(f'the runs were trained with vary = "{vary}", which the table does not say')
-    if not measure.is_held_out:
-        losses.append(f"{measure.name} is a number of training: the table has one value for each run")
-    return losses
-
-
-def _declaration_time(directory: Path) -> float:
-    """Return the time of the campaign's line in the registry, else the time at which the campaign was first started."""
-    manifest = read_manifest(directory)
-    with suppress(ValueError):  # "on", "off" or none
-        return datetime.fromisoformat(str(manifest.get("registry"))).timestamp()
-    return float(manifest["created"])
-
-
-def _csv_text(results: _Results) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(results.rows())
-    return text.getvalue()
 
 
 def _toml_text(comments: Sequence[str], declared: Values) -> str:
