@@ -4,6 +4,7 @@ import io
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from retrain.config.campaign import condition_name
 from retrain.files import dumps
 from retrain.records.schema.base import Values
 from retrain.records.tables import accuracy_name, rate, short_metric, squeeze_cells, squeeze_columns, squeeze_words
-from retrain.util.text import NOTHING, duration, minus, one_line, percent, points, short, visible
+from retrain.util.text import NOTHING, duration, one_line, percent, plain, points, short, visible
 
 Report = TypeVar("Report")
 COMPARISON_COLUMNS = ("condition", "seeds", "before → after", "95 % interval", "vs baseline", "p", "verdict")
@@ -199,7 +200,7 @@ def comparison_cells(condition: Values, baseline: str, share: bool) -> dict[str,
         "condition": visible(condition_name(condition["label"])),
         "seeds": str(seeds) if finished == seeds else f"{finished}/{seeds}",
         "before → after": levels,
-        "95 % interval": interval(ends) if share or not ends else " to ".join(map(plain_number, ends)),
+        "95 % interval": interval(ends) if share or not ends else " to ".join(map(plain, ends)),
         "vs baseline": difference,
         "p": NOTHING if p_value is None else f"{p_value:.3f}",
         "verdict": visible(condition["verdict"]),
@@ -208,7 +209,7 @@ def comparison_cells(condition: Values, baseline: str, share: bool) -> dict[str,
 
 def _levels_and_difference(condition: Values, baseline: str, share: bool) -> tuple[str, str]:
     """Return before → after, and the typical difference with its interval, in points for a share."""
-    level, amount = (rate, points) if share else (plain_number, plain_number)
+    level, amount = (rate, points) if share else (plain, partial(plain, sign=True))
     difference = amount(condition["typical_difference"])
     if condition["difference_interval"]:
         difference += f" [{', '.join(map(amount, condition['difference_interval']))}]"
@@ -258,10 +259,6 @@ def squeeze_line(report: Values) -> str:
     if report["rows"] and Path(report["run"]).is_dir():  # the user may have removed it
         text.append(f"All ranks: retrain squeeze {shlex.quote(report['run'])} (--to RANK compresses to another)")
     return visible(" ".join(text))
-
-
-def plain_number(value: float | None) -> str:
-    return NOTHING if value is None else minus(f"{value:.3g}")
 
 
 def interval(ends: Sequence[float] | None) -> str:

@@ -51,6 +51,13 @@ def number(value: float | None, digits: int = 3) -> str:
     return NOTHING if value is None else f"{value:.{digits}f}"
 
 
+def plain(value: float | None, sign: bool = False) -> str:
+    """Format a number with three significant digits, from a thousand on without decimals: −2.5, 0.0123, 1,235."""
+    if value is None:
+        return NOTHING
+    return minus(f"{value:{'+' if sign else ''}{',.0f' if 999.5 <= abs(value) < 1e9 else '.3g'}}")
+
+
 def percent(share: float | None, digits: int = 0) -> str:
     return NOTHING if share is None else f"{100 * share:.{digits}f}%"
 

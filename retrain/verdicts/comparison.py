@@ -44,7 +44,6 @@ from retrain.verdicts.results import (
     values_of,
 )
 from retrain.verdicts.rule import ALPHA, FEWEST_PAIRS, Analysis, interim_seeds, judge, outlier_places
-from retrain.verdicts.two_sample import TwoSampleAnalysis
 from retrain.verdicts.wording import missing_words, sentence, verdict
 
 # Fewest seeds with a bootstrap interval: at 5 seeds, expanded 95 % intervals held in only 77 to 94 % of cases
@@ -370,7 +369,7 @@ def _mean_bound(
     return margin + rate * max(0.0, *gains) if gains else None
 
 
-def ends_of(analysis: Analysis | TwoSampleAnalysis, measure: Measure) -> list[float] | None:
+def ends_of(analysis: Analysis, measure: Measure) -> list[float] | None:
     if analysis.typical is None:
         return None
     return _ends(possible(Interval(analysis.typical, analysis.low, analysis.high), measure))

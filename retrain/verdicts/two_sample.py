@@ -14,7 +14,18 @@ from math import comb
 import numpy as np
 
 from retrain.maths.statistics import holm
-from retrain.verdicts.rule import ALPHA, ZERO, Flags, Floats, Ints, Outcome, cut, interval_ends, typical_differences
+from retrain.verdicts.rule import (
+    ALPHA,
+    ZERO,
+    Analysis,
+    Flags,
+    Floats,
+    Ints,
+    Outcome,
+    cut,
+    interval_ends,
+    typical_differences,
+)
 
 MOST_SPLITS = 20_000  # More are sampled
 
@@ -60,56 +71,46 @@ class PermutationTest:
         return float(low + high) / 2
 
 
-@dataclass(frozen=True)
-class TwoSampleAnalysis:
-    """One condition against the baseline. Without runs on both sides the numbers are None."""
-
-    # Whether p can be small enough for a verdict, and the number of runs on each side from which it can
-    has_enough_runs: bool
-    runs_needed: int
-    # Difference at which the test's statistic is 0
-    typical: float | None
-    # Difference of the means
-    mean: float | None
-    # p at a difference of 0, adjusted for all conditions
-    p: float
-    low: float | None
-    high: float | None
-    outcome: Outcome
-
-
-def compare_samples(samples: Sequence[Sequence[float]], baseline: Sequence[float]) -> list[TwoSampleAnalysis]:
-    """Compare the values of each condition's runs with those of the baseline's."""
-    level = ALPHA / max(len(samples), 1)
+def compare_samples(samples: Sequence[Sequence[float]], baseline: Sequence[float]) -> list[Analysis]:
+    """Compare the values of each condition's runs with those of the baseline's. ``pairs`` is the smaller number of
+    runs, and ``typical`` the difference at which the test's statistic is 0."""
     base = np.asarray(baseline, dtype=np.float64)
     tests = [
-        PermutationTest.of(np.asarray(sample, dtype=np.float64), base, level) if len(sample) and len(base) else None
+        PermutationTest.of(np.asarray(sample, dtype=np.float64), base, ALPHA / len(samples))
+        if len(sample) and len(base)
+        else None
         for sample in samples
     ]
     p = holm([1.0 if test is None else float(test.p(np.zeros(1))[0]) for test in tests])
-    return [_analysis(test, adjusted, level) for test, adjusted in zip(tests, p, strict=True)]
+    return [_analysis(test, adjusted) for test, adjusted in zip(tests, p, strict=True)]
 
 
-def _analysis(test: PermutationTest | None, p: float, level: float) -> TwoSampleAnalysis:
-    needed = next(n for n in count(2) if _smallest_p(n, n) <= level)
+def _analysis(test: PermutationTest | None, p: float) -> Analysis:
     if test is None:
-        return TwoSampleAnalysis(False, needed, None, None, 1.0, None, None, "cannot tell")
+        return Analysis(0, 0, True, None, None, 1.0, None, None, (), "cannot tell")
+    runs = min(len(test.values), len(test.baseline))
     typical, mean = test.estimate(), float(test.values.mean() - test.baseline.mean())
-    is_enough = _smallest_p(len(test.values), len(test.baseline)) <= level
     low = high = None
-    if is_enough:
+    outcome: Outcome = "cannot tell"
+    if can_reject(len(test.values), len(test.baseline), test.level):
         ends = interval_ends(test, np.zeros(2, dtype=np.intp), np.array([-1.0, 1.0]), np.full(2, typical))
         low, high = (None, None) if np.isnan(ends).any() else (float(ends[0]), float(ends[1]))
-    outcome: Outcome = "not shown" if is_enough else "cannot tell"
+        outcome = "not shown"
     if p <= ALPHA:
         agree = typical * mean > 0
         outcome = "cannot tell" if not agree else "higher" if typical > 0 else "lower"
-    return TwoSampleAnalysis(is_enough, needed, typical, mean, p, low, high, outcome)
+    return Analysis(runs, runs, True, typical, mean, p, low, high, (), outcome)
 
 
-def _smallest_p(m: int, n: int) -> float:
+def can_reject(m: int, n: int, level: float) -> bool:
+    """Return whether p can be small enough with m and n runs."""
     # The statistic has no sign: with groups of equal size, exchanging them is another split with the same value.
-    return (2 if m == n else 1) / comb(m + n, m)
+    return (2 if m == n else 1) / comb(m + n, m) <= level
+
+
+def runs_needed(level: float) -> int:
+    """Return the number of runs on each side from which on p can be small enough."""
+    return next(runs for runs in count(2) if can_reject(runs, runs, level))
 
 
 def _splits(m: int, n: int) -> Floats:

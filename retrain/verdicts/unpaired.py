@@ -9,8 +9,8 @@ from retrain.records.schema.comparison import ConditionComparison, OutlierSeed
 from retrain.verdicts.comparison import condition_level, ends_of
 from retrain.verdicts.declaration import INTERIM, Standing
 from retrain.verdicts.results import Measure, RunResult
-from retrain.verdicts.rule import outlier_places, typical_differences
-from retrain.verdicts.two_sample import compare_samples
+from retrain.verdicts.rule import ALPHA, outlier_places, typical_differences
+from retrain.verdicts.two_sample import can_reject, compare_samples, runs_needed
 from retrain.verdicts.wording import unpaired_sentence, unpaired_verdict
 
 
@@ -22,20 +22,22 @@ def unpaired_conditions(
     baseline, *levels = (condition_level(label, runs, measure) for label in labels)
     analyses = compare_samples([level.after_values for level in levels], baseline.after_values)
     baseline = replace(baseline, verdict="baseline", outlier_seeds=_outlier_runs(baseline))
-    conditions = [baseline]
+    conditions, alpha = [baseline], ALPHA / max(len(levels), 1)
     for level, analysis in zip(levels, analyses, strict=True):
+        has_enough = can_reject(len(level.finished), len(baseline.finished), alpha)
         status = standing.of(level.label, baseline.label, runs, [run.seed for run in runs])
         condition = replace(
             level,
             difference=analysis.mean,
             typical_difference=analysis.typical,
             difference_interval=ends_of(analysis, measure),
-            p_value=analysis.p if analysis.has_enough_runs and status.name != INTERIM else None,
+            p_value=analysis.p if has_enough and status.name != INTERIM else None,
             standing=status.name,
             standing_reasons=status.reasons,
             outlier_seeds=_outlier_runs(level),
         )
-        condition = replace(condition, verdict=unpaired_verdict(condition, baseline, analysis, measure))
+        fewest = None if has_enough else runs_needed(alpha)
+        condition = replace(condition, verdict=unpaired_verdict(condition, baseline, analysis, measure, fewest))
         text = unpaired_sentence(condition, baseline, measure, comparisons=len(levels))
         conditions.append(replace(condition, sentence=text))
     return conditions

@@ -92,10 +92,19 @@ def test_a_declaration_before_the_results_comes_first(tmp_path, monkeypatch):
     assert refusal("compare", "compare.toml").startswith("compare.toml: there are no results yet")
 
 
-def test_a_report_has_the_whole_curve(results):
-    run_cli("compare", "compare.toml", "--report", "report.html")
+def test_a_report_has_the_whole_curve_and_nothing_of_the_current_directory(results):
+    (results / "warmup/run").mkdir(parents=True)
+    row = {"name": "heldout", "step": 0, "eval/heldout/correct_rate": 0.5}
+    (results / "warmup/run/evals.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
 
-    assert "[20, " in (results / "report.html").read_text()
+    lines = run_cli("compare", "compare.toml", "--report", "report.html").stdout.splitlines()
+    json_only = run_cli("compare", "compare.toml", "--report", "report.html", "--json").stdout
+
+    assert (lines[1], lines[-1]) == ("acc by condition", "report.html")
+    assert json.loads(json_only)["metric"] == "acc"
+    page = (results / "report.html").read_text()
+    assert "[20, " in page
+    assert "after the warm-up" not in page
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,8 @@ HEADER, CHECKSUM = struct.Struct("<QI"), struct.Struct("<I")
 
 
 def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
-    """Yield one row per scalar. A second value of one step in the same file has no time, so that it contradicts the
-    first: a Trainer with several evaluation sets writes ``eval/reward`` of each, and the last must not replace them.
-    """
+    """Yield one row per scalar. Raises UsageError for two values of one step in the same file: a Trainer with several
+    evaluation sets writes ``eval/reward`` of each, and the last must not replace them."""
     if not is_installed("tensorboard"):
         raise missing(f"reading {path}", "tensorboard")
     from google.protobuf.message import DecodeError
@@ -43,8 +42,12 @@ def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
             if scalars and checksum != masked_crc32c(content):  # the checksum of a picture would take seconds
                 raise _damaged(path, number)
             for metric, value in numbers(scalars, request.metric, str(path)):
-                is_new = written.setdefault((metric, event.step), value) == value
-                yield ResultRow(metric, value, event.step, time=event.wall_time if is_new else None, line=number)
+                if written.setdefault((metric, event.step), value) != value:
+                    raise UsageError(
+                        f"{path}, record {number}: {metric} has two values at step {event.step}. If a Trainer with "
+                        "several evaluation sets wrote them, give its trainer_state.json instead"
+                    )
+                yield ResultRow(metric, value, event.step, time=event.wall_time, line=number)
 
 
 def _records(file: BinaryIO, path: Path, crc: Callable[[bytes], int]) -> Iterator[tuple[int, bytes, int]]:

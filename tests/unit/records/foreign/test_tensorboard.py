@@ -71,15 +71,14 @@ def test_both_files_of_a_resumed_run_are_read_with_their_times(tmp_path):
     assert list(FORMAT.choose([own, first, second])) == [own]
 
 
-def test_the_second_of_two_evaluation_sets_that_share_a_tag_does_not_replace_the_first_as_the_latest(tmp_path):
+def test_two_evaluation_sets_that_share_a_tag_are_refused(tmp_path):
     """TRL with several evaluation sets writes ``eval/reward`` for each of them, and no name of the set."""
     with SummaryWriter(str(tmp_path)) as writer:
         for value in (0.1, 0.2):
-            writer.add_scalar("eval/reward", value, 10, walltime=1.0)
             writer.add_scalar("train/epoch", 1.0, 10, walltime=2.0)
-    found = rows(next(tmp_path.glob("events.*")))
-    assert [(row.value, row.time) for row in found if row.metric == "eval/reward"] == [(0.1, 1.0), (0.2, None)]
-    assert {row.time for row in found if row.metric == "train/epoch"} == {2.0}
+            writer.add_scalar("eval/reward", value, 10, walltime=1.0)
+    with pytest.raises(UsageError, match=r"record 5: eval/reward has two values at step 10.*give its trainer_state"):
+        rows(next(tmp_path.glob("events.*")))
 
 
 @pytest.mark.parametrize("missing", [1, 5, 20, 40])
