@@ -131,9 +131,9 @@ def _comparison(
         if key in file.compare.model_fields_set and getattr(file.compare, key) != value:
             values = f"{toml(getattr(file.compare, key))}, and on the command line {toml(value)}"
             raise UsageError(f"{path} has {key} = {values}: leave out one of the two")
-    compare = parse_comparison({"compare": {**file.compare.model_dump(exclude_unset=True), **given},
-                                "results": [{"path": str(path)}]}, KeyLocations("command line")).compare  # fmt: skip
-    return file.model_copy(update={"compare": compare}), path
+    data = file.model_dump(exclude_unset=True)
+    data["compare"] = {**data.get("compare", {}), **given}
+    return parse_comparison(data, KeyLocations("command line")), path
 
 
 def _compare_others(file: ComparisonFile, path: Path | None, name: str, as_json: bool, report: Path | None) -> None:

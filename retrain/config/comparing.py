@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from retrain.config.base import INT_MAX, Role, Section
 from retrain.config.checking import KeyLocations, located
 from retrain.config.describe import kind, show
+from retrain.config.evaluation import SUMMARIES
 from retrain.config.loading import apply_sets, key_lines, read_toml
 from retrain.config.problems import Mistake, nearest, wrong_value
 from retrain.config.root import fields_of
@@ -19,7 +20,6 @@ from retrain.errors import ConfigError
 Pairing = Literal["seed", "none"]
 Replicate = Literal["training", "none"]
 Unit = Literal["share", "number"]
-SUMMARIES = ("final", "last3", "auc")
 
 
 class Compare(Section, role=Role.EVALUATES):

@@ -172,6 +172,8 @@ OWN_DATA = ("subset", "levels", "prompt_column", "answer_column", "tags_column",
 
 Extent = Literal["whole", "part"]
 """Size of an evaluation: all problems and samples of every held-out set, or the part for the curve."""
+SUMMARIES = ("final", "last3", "auc")
+"""Ways to summarise a curve as one number, in the order of the evaluations that they need."""
 DECIDING = 3
 """Number of evaluations in the mean `last3`."""
 LATE = 0.75

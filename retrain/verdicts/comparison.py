@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrain.config.campaign import condition_name, find_label
+from retrain.config.evaluation import SUMMARIES
 from retrain.config.tasks import AUDIT
 from retrain.errors import UsageError, plural
 from retrain.maths.intervals import iqm_interval, mean_interval
@@ -33,7 +34,6 @@ from retrain.verdicts.audited import audited
 from retrain.verdicts.declaration import DECLARED, EXPLORATORY, INTERIM, DeclaredRule, Standing
 from retrain.verdicts.problem_scores import ProblemScores
 from retrain.verdicts.results import (
-    SUMMARIES,
     Measure,
     Pair,
     RunResult,

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, TypeGuard
 
-from retrain.config.evaluation import DECIDING, HELDOUT, PART, last_evaluations, too_early
+from retrain.config.evaluation import DECIDING, HELDOUT, PART, SUMMARIES, last_evaluations, too_early
 from retrain.config.root import sections
 from retrain.errors import UsageError
 from retrain.records.catalogue import BY_KEY
@@ -29,8 +29,6 @@ METRIC = f"eval/{HELDOUT}/correct_rate"
 HELD_OUT_SHORT = ("correct_rate", "reward_mean", "audit", "mean_length", "pass@<k>", "avg@<k>", "maj@<k>")
 # Metrics whose larger values are better
 MERITS = r"(correct_rate|reward_mean|audit|mean_reward|reward/total|(pass|avg|maj)@\d+)$"
-# Ways to summarise a curve as one number, in the order of the evaluations that they need
-SUMMARIES = ("final", "last3", "auc")
 # The final value of a training metric is its mean over the last tenth of the steps, because single steps are noisy
 LAST_SHARE = 10
 
