@@ -11,6 +11,7 @@ from retrain.cli.output import comparison_table, plain_text, print_table, squeez
 from retrain.records.measure import measure_step
 from retrain.records.schema.rows import START
 from retrain.records.scores import eval_row
+from retrain.util.text import plain
 
 NASTY = "[bold red]<b>\x1b[2J\x1b]0;owned\x07 \u202e\udc80[/] 答案"
 
@@ -212,6 +213,12 @@ def test_the_comparison():
     narrow = printed(comparison_table(COMPARISON, 60), 60)
     assert any(line.startswith("grpo ") and "50.0% → 70.0%" in line for line in narrow.splitlines())
     assert "…" not in narrow
+
+
+def test_differences_of_numbers_have_a_sign_and_no_exponent():
+    assert [plain(value, sign=True) for value in (2.5, -1234.6, 999.7, 0.0)] == ["+2.5", "−1,235", "+1,000", "+0"]
+    longer = [{**condition, "typical_difference": 1234.6} for condition in COMPARISON["conditions"]]
+    assert "+1,235 [" in plain_text(comparison_table({**COMPARISON, "share": False, "conditions": longer}))
 
 
 SQUEEZE = {
