@@ -20,6 +20,7 @@ Grades = Mapping[str, Sequence[float | None]]  # By problem
 SAME = 1e-6  # Tolerance for the tool's own number
 SINGLE = 1e-7  # Relative rounding error of float32, which some tools write
 MOST_DECIMALS = 6
+LARGEST = 1e100  # The squares of larger values overflow
 
 
 @dataclass(frozen=True)
@@ -163,19 +164,23 @@ def same_problems(runs: Sequence[TableRun], *, common: bool) -> tuple[list[Table
     return restricted, len(set[str]().union(*(keys for _, keys in keyed))) - len(shared)
 
 
-def require_shares(runs: Sequence[TableRun], key: str) -> None:
-    """Raise UsageError for a value outside [0, 1] of the metric ``key``."""
+def require_possible_values(runs: Sequence[TableRun], measure: Measure) -> None:
+    """Raise UsageError for a share outside [0, 1], or a number that is too large to compute with."""
+    low, high = (-SAME, 1 + SAME) if measure.is_share else (-LARGEST, LARGEST)
     for run in runs:
         for step in run.steps:
             grades = chain.from_iterable(run.answers.get(step, {}).values())
             values = (value for value in (run.numbers.get(step), *grades) if value is not None)
-            value = next((value for value in values if not -SAME <= value <= 1 + SAME), None)
-            if value is not None:
-                percent = ", or divide values from 0 to 100 by 100" if 0 <= value <= 100 else ""
-                raise UsageError(
-                    f"{run.path}: {key} of {run.table.name} is {value:g} at step {step}, but a share lies from 0 to 1: "
-                    f'in [compare], type unit = "number" (--unit number){percent}'
-                )
+            value = next((value for value in values if not low <= value <= high), None)
+            if value is None:
+                continue
+            place = f"{run.path}: {measure.key} of {run.table.name} is {value:g} at step {step}"
+            if not measure.is_share:
+                raise UsageError(f"{place}: leave out this run, or take another metric")
+            percent = ", or divide values from 0 to 100 by 100" if 0 <= value <= 100 else ""
+            raise UsageError(
+                f'{place}, but a share lies from 0 to 1: in [compare], type unit = "number" (--unit number){percent}'
+            )
 
 
 def decimals_of(runs: Sequence[TableRun], *, is_share: bool) -> int | None:

@@ -16,7 +16,7 @@ from retrain.verdicts.models import model_conditions
 from retrain.verdicts.results import Measure, RunResult
 from retrain.verdicts.rule import FEWEST_PAIRS
 from retrain.verdicts.table_measure import table_measure
-from retrain.verdicts.table_runs import SAME, TableRun, decimals_of, merged, require_shares, same_problems
+from retrain.verdicts.table_runs import SAME, TableRun, decimals_of, merged, require_possible_values, same_problems
 from retrain.verdicts.unpaired import unpaired_conditions
 
 NAMED = 6  # Runs and steps listed by name; the rest are only counted
@@ -52,8 +52,7 @@ def judge_tables(
     if dropped:
         reason = f"{plural(dropped, 'problem')} that not all runs have {'was' if dropped == 1 else 'were'} left out"
         standing = replace(standing, reasons=(*standing.reasons, reason))
-    if measure.is_share:
-        require_shares(runs, measure.key)
+    require_possible_values(runs, measure)
     decimals = decimals_of(runs, is_share=measure.is_share)
     results = [run.result(measure, decimals) for run in runs]
     _require_values(results, measure)
@@ -107,6 +106,8 @@ def _replicates(
     """Return what is compared. It depends on which runs there are, never on their results."""
     if compare.replicate == "none":
         return "models"
+    if len(labels) == 1:
+        return "pairs"
     seeds = {label: [table.seed for table in tables if table.condition == label] for label in labels}
     if all(len(of_label) <= 1 for of_label in seeds.values()) and len(compare.seeds or ()) <= 1:
         notes.append("There is one run for each condition: only these models can be compared, by problem.")
@@ -117,7 +118,7 @@ def _replicates(
         notes.append(f"The seed is not known of {listed(unknown, NAMED)}: runs are not paired.")
         return "runs"
     pairs = [len({*seeds[label]} & {*seeds[baseline]}) for label in labels if label != baseline]
-    if compare.seeds is not None or not pairs:
+    if compare.seeds is not None:
         return "pairs"
     if not any(pairs):
         notes.append("No other condition has a seed in common with the baseline: runs are not paired.")

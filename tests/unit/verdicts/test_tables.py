@@ -209,6 +209,8 @@ def test_shares_from_0_to_100_are_refused():
     with pytest.raises(UsageError, match=r'^b seed 8.csv: acc of b seed 8 is 66 at step 40.*unit = "number".*by 100'):
         compare_tables(tables, Compare())
     assert the_other(tables, unit="number")["after_values"][-1] == 66.0
+    with pytest.raises(UsageError, match=r"acc of b seed 8 is -1e\+101 at step 40: leave out"):
+        compare_tables([*eight()[:-1], scalars("b", 8, {40: -1e101})], Compare(unit="number"))
 
 
 def test_resolution_of_rounded_and_of_single_precision_values():
@@ -334,6 +336,12 @@ def test_one_model_of_each_is_compared_by_problem(declared, runs):
 def test_one_run_without_answers_cannot_tell():
     condition = the_other([scalars("a", 1, {40: 0.5}), scalars("b", 1, {40: 0.9})])
     assert condition["sentence"] == "b − a: cannot tell: one run for each condition and no answers to problems."
+
+
+@pytest.mark.parametrize("seeds", [[1], [1, 2, 3]])
+def test_one_condition_is_compared_with_nothing(seeds: list[int]):
+    row = compare_tables([scalars("a", seed, {40: 0.5}) for seed in seeds], Compare(steps=40))
+    assert row["note"] == "a is the only condition: there is nothing to compare it with."
 
 
 def test_rewards_of_two_models_have_a_t_interval():
