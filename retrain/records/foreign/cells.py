@@ -13,14 +13,11 @@ Value = TypeVar("Value")
 
 MOST_CONVERTED = 1 << 20  # Distinct values of a column whose conversion is remembered
 FIELDS = tuple(name for name in ResultRow._fields if name != "line")
-STATES: Mapping[str, RunState] = {
-    "done": "done",
-    "finished": "done",
-    "failed": "failed",
-    "crashed": "failed",
-    "unfinished": "unfinished",
-    "running": "unfinished",
-    "unknown": "unknown",
+STATES: Mapping[RunState, Sequence[str]] = {
+    "done": ("done", "finished"),
+    "failed": ("failed", "crashed", "killed"),
+    "unfinished": ("unfinished", "running", "pending", "preempting", "preempted"),
+    "unknown": ("unknown",),
 }
 # Unix times outside are elapsed seconds, or milliseconds
 EARLIEST, LATEST = 1e9, 1e11
@@ -81,9 +78,9 @@ def as_time(raw: object) -> float | None:
 
 def as_state(raw: object) -> RunState:
     text = (as_text(raw) or "unknown").lower()
-    if text not in STATES:
+    if (state := next((state for state, names in STATES.items() if text in names), None)) is None:
         raise ValueError(f"which is no state: {', '.join(STATES)}")
-    return STATES[text]
+    return state
 
 
 def as_metric(raw: object) -> str:

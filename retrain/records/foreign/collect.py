@@ -17,8 +17,6 @@ from retrain.records.foreign.table import Format, Request, ResultRow, RunState, 
 STEPS: dict[str, Steps] = {"final": "ends", "last3": "last3", "auc": "all"}  # Steps that a summary needs
 STATES: tuple[RunState, ...] = ("unknown", "done", "unfinished", "failed")  # The last of these in its rows is a run's
 NO_STEP = -1  # Step of rows that name none, until all rows are read
-MISSING = math.nan  # In place of an answer that no row has; NaN in the files becomes None
-MOST_SAMPLES = 100_000
 MOST_NAMES = 10
 
 RunKey = tuple[str, int | None, str]  # Condition, seed, and the name of a run without a seed
@@ -42,62 +40,41 @@ class _Run:
     table: RunTable
     # File, directory or pattern in which it was found
     origin: str
-    request: Request
-    states: set[RunState] = field(default_factory=set)
+    values: dict[Place, float | None] = field(default_factory=dict)
     # Times of the values in formats in which the latest value counts
     times: dict[Place, float] = field(default_factory=dict)
+    states: set[RunState] = field(default_factory=set)
     # Earliest time in the rows
     started: float = math.inf
 
     def add(self, place: Place, row: ResultRow, latest_counts: bool) -> bool:
         """Add a value. Return False if it contradicts an earlier value of the same place."""
         value = row.value if row.value is not None and math.isfinite(row.value) else None
-        key, time = (place.set, place.metric), row.time if latest_counts else None
-        if place.problem is None:
-            values, index = self.table.numbers.setdefault(key, {}), place.step
-            old = values.get(index, MISSING)
-        elif (values := self._grades(key, place)) is None:
-            return True
-        else:
-            index = place.sample
-            old = values[index]
-        if old is None or not math.isnan(old):
-            if old != value and time is None:
-                return False
-            if time is not None and time < self.times.get(place, -math.inf):
-                return True
-        values[index] = value
-        if time is not None:
-            self.times[place] = time
+        time = row.time if latest_counts else None
+        if time is None:
+            return self.values.setdefault(place, value) == value
+        if time >= self.times.get(place, -math.inf):
+            self.values[place], self.times[place] = value, time
         return True
 
-    def _grades(self, key: tuple[str, str], place: Place) -> list[float | None] | None:
-        """Return the grades of the place's problem, with room for its sample; None if its step is not needed."""
-        steps = self.table.answers.setdefault(key, {})
-        if place.step not in steps:
-            needed = self.request.needed_steps((*steps, place.step))
-            if place.step not in needed:
-                return None
-            for step in steps.keys() - needed:
-                del steps[step]
-            steps[place.step] = {}
-        grades = steps[place.step].setdefault(str(place.problem), [])
-        grades.extend([MISSING] * (place.sample + 1 - len(grades)))
-        return grades
-
-    def finish(self) -> RunTable:
-        """Return the table. Rows without a step are of step 0 if no row of the run has a step."""
-        table = self.table
-        by_step: list[dict[int, object]] = [*table.numbers.values(), *table.answers.values()]  # pyright: ignore
-        if {NO_STEP} < {step for values in by_step for step in values}:
+    def finish(self, request: Request) -> RunTable:
+        """Return the table, with the answers at the needed steps. Rows without a step are of step 0 if no row of the
+        run has a step."""
+        table, with_answers = self.table, dict[tuple[str, str], set[int]]()
+        if {NO_STEP} < {place.step for place in self.values}:
             raise UsageError(f"{table.name} ({self.origin}): some rows name a step and some do not")
-        for values in by_step:
-            if NO_STEP in values:
-                values[0] = values.pop(NO_STEP)
-        for steps in table.answers.values():
-            for problems in steps.values():
-                for problem, grades in problems.items():
-                    problems[problem] = [grade for grade in grades if grade is None or not math.isnan(grade)]
+        for place in self.values:
+            if place.problem is not None:
+                with_answers.setdefault((place.set, place.metric), set()).add(place.step)
+        needed = {key: request.needed_steps(steps) for key, steps in with_answers.items()}
+        for place, value in sorted(self.values.items(), key=lambda item: item[0].sample):
+            key, step = (place.set, place.metric), 0 if place.step == NO_STEP else place.step
+            if place.problem is None:
+                table.numbers.setdefault(key, {})[step] = value
+            elif place.step in needed[key]:
+                problems = table.answers.setdefault(key, {}).setdefault(step, {})
+                problems.setdefault(place.problem, []).append(value)
+        self.values.clear()
         table.state = max(self.states, key=STATES.index)
         table.has_times = math.isfinite(self.started)
         if table.has_times:
@@ -127,7 +104,7 @@ def collect(
     if not allow_missing or collector.keys:
         collector.require_one_metric()
     runs = sorted(collector.runs.items(), key=lambda item: (item[0][0], -1 if item[0][1] is None else item[0][1]))
-    return [run.finish() for _, run in runs]
+    return [run.finish(collector.request) for _, run in runs]
 
 
 class _Collector:
@@ -135,6 +112,8 @@ class _Collector:
         self.sources = sources
         self.request = Request(compare.measure[1], steps, compare.steps)
         self.runs: dict[RunKey, _Run] = {}
+        # Sets and metrics of all runs
+        self.keys: set[tuple[str, str]] = set()
         # Files that name no run and have no rows of the metric
         self.without_rows: list[str] = []
 
@@ -147,7 +126,7 @@ class _Collector:
                     runs[place.run] = self._run(files, place.run, row.run)
                 self._add(runs[place.run], place, row, form, file.path)
         if not runs:  # a run without rows
-            if not (files.condition or files.fallback):
+            if not (files.condition or files.run or files.fallback):
                 self.without_rows.append(files.origin)
                 return
             key = self._key(files, ResultRow("", None), Path(files.origin))
@@ -162,12 +141,13 @@ class _Collector:
             run.table.started = min(written, default=None)
 
     def _add(self, run: _Run, place: Place, row: ResultRow, form: Format, path: Path) -> None:
-        if not 0 <= place.sample <= MOST_SAMPLES:
-            raise UsageError(f"{path}:{row.line}: sample {row.sample} is no index among the answers to a problem")
         if row.time is not None and row.time < run.started:
             run.started = row.time
         run.states.add(row.state)
-        if self._is_needed(place) and not run.add(place, row, form.latest_counts):
+        if self.request.metric not in (None, place.metric, f"{place.set}/{place.metric}"):
+            return
+        self.keys.add((place.set, place.metric))
+        if not run.add(place, row, form.latest_counts):
             first = next(where for other, where in self._places() if other == place)
             step = "" if place.step == NO_STEP else f", step {place.step}"
             answer = "" if place.problem is None else f", problem {place.problem}, answer {place.sample}"
@@ -175,9 +155,6 @@ class _Collector:
                 f"{first} and {path}:{row.line} have different values of {place.metric} ({run.table.name}, set "
                 f"{place.set}{step}{answer}); remove one of them"
             )
-
-    def _is_needed(self, place: Place) -> bool:
-        return self.request.metric in (None, place.metric, f"{place.set}/{place.metric}")
 
     def _opened(self, files: RunFiles) -> list[tuple[Format, ResultFile]]:
         """Return the files of a run that are read, with their formats; not those that are empty, or whose path names a
@@ -233,12 +210,11 @@ class _Collector:
         """Return the run with this key. Raises UsageError if it was found elsewhere before."""
         condition, seed, _ = key
         name = files.run or of_row or (condition if seed is None else f"{condition} seed {seed}")
-        known = self.runs.setdefault(key, _Run(RunTable(condition, seed, name), files.origin, self.request))
+        known = self.runs.setdefault(key, _Run(RunTable(condition, seed, name), files.origin))
         if known.origin != files.origin or known.table.name != name:
-            same = known.origin == files.origin
-            places = (known.table.name, f"{name} in {files.origin}") if same else (known.origin, files.origin)
             of_seed = "" if seed is None else f" with seed {seed}"
-            raise UsageError(f"two runs of {condition}{of_seed}: {' and '.join(places)}; name the one that counts")
+            places = f"{known.table.name} in {known.origin} and {name} in {files.origin}"
+            raise UsageError(f"two runs of {condition}{of_seed}: {places}; name the one that counts")
         return known
 
     def _places(self) -> Iterator[tuple[Place, str]]:
@@ -247,11 +223,6 @@ class _Collector:
             for form, file in self._opened(files):
                 for place, row in self._rows(files, form, file):
                     yield place, f"{file.path}:{row.line}"
-
-    @property
-    def keys(self) -> set[tuple[str, str]]:
-        """Sets and metrics of all runs."""
-        return {key for run in self.runs.values() for key in (*run.table.numbers, *run.table.answers)}
 
     def require_one_metric(self) -> None:
         """Raise UsageError unless the runs have exactly one set and metric of the requested name."""

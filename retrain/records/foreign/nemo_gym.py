@@ -8,7 +8,6 @@ NeMo Gym's own numbers, without the failures.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from retrain.errors import UsageError
 from retrain.records.foreign.json_files import (
@@ -27,15 +26,7 @@ FAILURES, PLANNED, AGGREGATED = "_failures.jsonl", "_materialized_inputs.jsonl",
 # Keys of ``responses_create_params`` that make the problem; the others are settings of sampling
 PROMPT_KEYS = ("input", "instructions", "tools", "prompt")
 
-
-class _Rollout(NamedTuple):
-    # Task and rollout, which are the same in all files of one output
-    key: tuple[int, int]
-    set: str
-    # None if the line has no prompt
-    problem: str | None
-    value: float | None
-    line: int
+Key = tuple[int, int]  # Task and rollout, which are the same in all files of one output
 
 
 def _recognises(path: Path) -> bool:
@@ -77,30 +68,30 @@ def _numbers(path: Path, request: Request) -> Iterator[ResultRow]:
 def _answers(path: Path) -> Iterator[ResultRow]:
     """Yield an answer for each planned rollout. A failed or masked one is not graded; one that is in neither file makes
     the run unfinished."""
-    planned, failed = (list(_rollouts(_beside(path, ending))) for ending in (PLANNED, FAILURES))
-    graded = list(_rollouts(path))
+    planned = {key: row._replace(state="unfinished") for key, row in _rollouts(_beside(path, PLANNED))}
+    failed = dict(_rollouts(_beside(path, FAILURES)))
+    graded: dict[Key, ResultRow] = {}
+    for key, row in _rollouts(path):
+        if graded.setdefault(key, row)._replace(line=row.line) != row:
+            raise UsageError(
+                f"{path}:{row.line} has the task and the rollout of line {graded[key].line} with another prompt or "
+                "reward: give each output of NeMo Gym as a separate file"
+            )
     problems: dict[int, str] = {}
     # Planned prompts count first, because some agents write the conversation into the prompt of a graded rollout
-    for rollout in (*planned, *graded):
-        if rollout.problem is not None:
-            problems.setdefault(rollout.key[0], rollout.problem)
-    known = {rollout.key for rollout in (*graded, *failed)}
-    ungraded = {rollout.key: rollout for rollout in (*planned, *failed)}
-    for rollout in graded:
-        ungraded.pop(rollout.key, None)
-    for rollout in (*graded, *ungraded.values()):
-        if (problem := problems.get(rollout.key[0])) is None:
+    for (task, _), row in (*planned.items(), *graded.items()):
+        if row.problem is not None:
+            problems.setdefault(task, row.problem)
+    for (task, _), row in (planned | failed | graded).items():
+        if task not in problems:
             raise UsageError(
-                f"{path}: no file has the prompt of task {rollout.key[0]}, so its problem is unknown; restore "
+                f"{path}: no file has the prompt of task {task}, so its problem is unknown; restore "
                 f"{_beside(path, PLANNED).name}, or compare the numbers in {_beside(path, AGGREGATED).name}"
             )
-        state = "unknown" if rollout.key in known else "unfinished"
-        yield ResultRow(
-            "reward", rollout.value, None, rollout.set, problem, sample=None, state=state, line=rollout.line
-        )
+        yield row._replace(problem=problems[task])
 
 
-def _rollouts(path: Path) -> Iterator[_Rollout]:
+def _rollouts(path: Path) -> Iterator[tuple[Key, ResultRow]]:
     for line, row in json_rows(path) if path.is_file() else ():
         try:
             key, agent = (row["_ng_task_index"], row["_ng_rollout_index"]), row["agent_ref"]["name"]
@@ -108,7 +99,7 @@ def _rollouts(path: Path) -> Iterator[_Rollout]:
         except (KeyError, TypeError) as error:
             raise UsageError(f"{path}:{line} is no rollout of NeMo Gym 0.7: {error!r}") from error
         value = number(None if row.get("mask_sample") else row.get("reward"), f"{path}:{line}: reward")
-        yield _Rollout(key, agent, problem, value, line)
+        yield key, ResultRow("reward", value, None, agent, problem, sample=None, line=line)
 
 
 def _problem(row: Row) -> str | None:

@@ -72,12 +72,9 @@ def find_runs(entry: Results, base: Path) -> list[RunFiles]:
     is_pattern = TOKEN.search(entry.path) is not None
     if not runs or (is_pattern and not any(run.files for run in runs)):
         where = entry.path if is_pattern else f"{entry.path} and its subdirectories"
-        if known is not None:
-            raise NothingFound(
-                f"{where}: no files of {known.tool} ({', '.join(known.patterns)}); name them in the path"
-            )
+        fault = "no file in a known format" if known is None else f"no files of {known.tool}"
         example = f"'{entry.path}/{{condition}}/seed{{seed}}'"
-        raise NothingFound(f"{where}: no file in a known format. Type where the files are, such as {example}. {HINT}")
+        raise NothingFound(f"{where}: {fault}. Type where the files are, such as {example}. {HINT}")
     return runs
 
 

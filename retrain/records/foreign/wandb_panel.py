@@ -3,19 +3,20 @@
 A panel's export has the column ``Step`` (or another x axis) and for every run ``<run> - <metric>``, with ``__MIN`` and
 ``__MAX`` beside it. An empty cell is a step at which the run logged nothing. The columns of a grouped panel are named
 ``<key>: <value> - <metric>`` and hold means over runs. The table's export has a row for every run, with its settings
-and the last values of its metrics, which cannot be told apart: every column of numbers may be the metric.
+and the last values of its metrics, which cannot be told apart: the metric must be named.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from retrain.errors import UsageError
 from retrain.records.foreign import condition_and_seed
-from retrain.records.foreign.cells import STATES, Batch, Converted, as_integer, as_number, as_time
+from retrain.records.foreign.cells import Batch, Converted, as_integer, as_number
 from retrain.records.foreign.table import Format, Request, ResultRow
+from retrain.records.foreign.tabular import FORMAT as TABLE
 from retrain.records.foreign.tabular import csv_batches
 
 Value = TypeVar("Value")
@@ -23,8 +24,8 @@ Value = TypeVar("Value")
 SEPARATOR = " - "
 RANGE = ("__MIN", "__MAX")
 GROUPED = re.compile(r"[\w./-]+: (.+)")
-# Columns of the table of runs that are no metrics
-ABOUT_RUNS = re.compile(r"Name|ID|State|Notes|User|Tags|Created|Runtime|Sweep|Group|Job Type|seed|_.*")
+# Columns of the table of runs, by the field of the row
+RUN_COLUMNS = {"run": "Name", "state": "State", "condition": "Group", "time": "Created", "step": "_step"}
 
 
 def _recognises(path: Path) -> bool:
@@ -45,8 +46,11 @@ def _is_panel(names: Sequence[str]) -> bool:
 
 def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
     for batch in csv_batches(path):
-        is_panel = _is_panel(list(batch[1]))
-        yield from _panel_rows(path, batch, request) if is_panel else _run_rows(path, batch, request)
+        names = list(batch[1])
+        if not _is_panel(names):
+            yield from _run_rows(path, names, request)
+            return
+        yield from _panel_rows(path, batch, request)
 
 
 def _panel_rows(path: Path, batch: Batch, request: Request) -> Iterator[ResultRow]:
@@ -74,37 +78,12 @@ def _run_and_metric(name: str, request: Request) -> tuple[str, str]:
     return run, metric
 
 
-def _run_rows(path: Path, batch: Batch, request: Request) -> Iterator[ResultRow]:
-    lines, cells = batch
-    nothing = [None] * len(lines)
-    seeds = _column(path, batch, "seed", as_integer) if "seed" in cells else nothing
-    steps = _column(path, batch, "_step", as_integer) if "_step" in cells else nothing
-    times = _column(path, batch, "Created", as_time) if "Created" in cells else nothing
-    groups = cells.get("Group", nothing)
-    for metric in [str(request.metric)] if request.metric in cells else _metrics(path, batch, request):
-        values = _column(path, batch, metric, as_number)
-        for index, (line, name, state) in enumerate(zip(lines, cells["Name"], cells["State"], strict=True)):
-            condition, seed = condition_and_seed(str(name))
-            yield ResultRow(
-                metric,
-                values[index],
-                steps[index],
-                condition=str(groups[index] or condition),
-                run=str(name),
-                seed=seed if seeds[index] is None else seeds[index],
-                state=STATES.get(str(state).lower(), "unfinished"),
-                time=times[index],
-                line=line,
-            )
-
-
-def _metrics(path: Path, batch: Batch, request: Request) -> Iterator[str]:
-    """Yield the columns of the table of runs that hold numbers alone."""
-    for name in batch[1]:
-        if not ABOUT_RUNS.fullmatch(name) and request.needs(name):
-            with suppress(UsageError):
-                _column(path, batch, name, as_number)
-                yield name
+def _run_rows(path: Path, names: Sequence[str], request: Request) -> Iterator[ResultRow]:
+    """Yield the last value of the metric, whose column must be requested, of every run."""
+    columns = {field: name for field, name in RUN_COLUMNS.items() if name in names}
+    for row in TABLE.rows(path, replace(request, columns={**columns, **request.columns})):
+        condition, seed = condition_and_seed(str(row.run))
+        yield row._replace(condition=row.condition or condition, seed=seed if row.seed is None else row.seed)
 
 
 def _column(path: Path, batch: Batch, name: str, convert: Callable[[object], Value]) -> list[Value]:

@@ -262,7 +262,6 @@ def test_answers_without_a_number_are_numbered_in_every_file(write, gather):
          "2 metrics; name one: --metric acc, --metric score"),
         ({"grpo_s1.jsonl": [row(0.5, set="a"), row(0.5, set="b")]}, "*.jsonl",
          "2 metrics; name one: --metric a/acc, --metric b/acc"),
-        ({"grpo_s1.jsonl": [row(0.5, sample=-1, problem="p")]}, "*.jsonl", "grpo_s1.jsonl:1: sample -1"),
         ({"grpo_s1.jsonl": []}, "*.jsonl", "no results in .*grpo_s1.jsonl"),
     ],
 )  # fmt: skip

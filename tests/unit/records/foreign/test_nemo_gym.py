@@ -89,6 +89,16 @@ def test_masked_rollouts_and_those_without_a_reward_are_not_graded(output):
     assert list(answers(output)[0].values()) == [["None", "None"]] * 3
 
 
+def test_joined_outputs_are_refused(output):
+    row = read_jsonl(output)[0]
+    row["responses_create_params"]["input"] = "another data set"
+    with open(output, "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+    with pytest.raises(UsageError, match=r"rollouts\.jsonl:5 has the task and the rollout of line 1 with another"):
+        answers(output)
+
+
 def test_reward_that_is_text_is_refused_with_its_line(output):
     change(output, lambda row: {**row, "reward": "good"})
 

@@ -116,7 +116,7 @@ def test_times_that_are_no_dates_are_none_and_milliseconds_are_refused(read: Rea
         ("r.csv", "metric,value,seed\nacc,1,1.5\n", 'r.csv:2  column "seed" holds "1.5", which is no whole number'),
         ("r.csv", "metric,value\nacc,inf\n", 'r.csv:2  column "value" holds "inf", which is not finite'),
         ("r.csv", "metric,value\nacc,1,2\n", "r.csv:2  has 3 values, and the first line names 2 columns"),
-        ("r.csv", "metric,value,state\nacc,1,ok\n", 'r.csv:2  column "state" holds "ok", which is no state: done, fin'),
+        ("r.csv", "metric,value,state\nacc,1,ok\n", 'r.csv:2  column "state" holds "ok", which is no state: done, fai'),
         ("r.csv", "method,acc\ngrpo,1\n", 'has no column "value"; it has method, acc. Name the right one under [[res'),
         ("r.csv", b"metric,value\nacc,\xff\n", "r.csv:2  is not UTF-8 (byte 5 of the line)"),
         ("r.csv", "", 'has no column "value"; it has none'),

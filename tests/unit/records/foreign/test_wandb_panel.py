@@ -61,9 +61,10 @@ def test_grouped_panel_has_conditions_without_seeds(tmp_path: Path):
 
 
 def test_table_of_runs(tmp_path: Path):
-    rows = rows_of(tmp_path / "runs.csv", RUNS)
+    rows = rows_of(tmp_path / "runs.csv", RUNS, "eval/acc")
 
-    assert rows_of(tmp_path / "runs.csv", RUNS.replace("_step", "global_step"), "eval/acc")[0].metric == "eval/acc"
+    with pytest.raises(UsageError, match="it has Name, State, Group"):
+        rows_of(tmp_path / "runs.csv", RUNS)
     assert rows == [
         ResultRow("eval/acc", 0.7, 200, "heldout", None, 0, "grpo", "brave-sun-3", 1, "done", 1795860000.0, 2),
         ResultRow("eval/acc", 0.5, 80, "heldout", None, 0, "grpo", "calm-sea-4", 2, "failed", 1795860000.0, 3),
