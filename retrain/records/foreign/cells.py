@@ -78,9 +78,10 @@ def as_time(raw: object) -> float | None:
 
 def as_state(raw: object) -> RunState:
     text = (as_text(raw) or "unknown").lower()
-    if (state := next((state for state, names in STATES.items() if text in names), None)) is None:
-        raise ValueError(f"which is no state: {', '.join(STATES)}")
-    return state
+    for state, names in STATES.items():
+        if text in names:
+            return state
+    raise ValueError(f"which is no state: {', '.join(STATES)}")
 
 
 def as_metric(raw: object) -> str:
