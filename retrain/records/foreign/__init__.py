@@ -4,15 +4,13 @@ A directory is either one run, or a folder of at least two runs, which are read 
 only in their seed form one condition. No verdict is given, because no comparison was declared before the runs.
 """
 
-import math
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from retrain.errors import UsageError, printable
 from retrain.files import stamp_of
 from retrain.records.schema.base import Row
 
@@ -115,16 +113,6 @@ def is_recent(written: float | None) -> bool:
 
 def integer(value: object, default: int = 0) -> int:
     return int(value) if isinstance(value, int | float) and abs(value) < 1e15 else default
-
-
-def numbers(values: Iterable[tuple[str, object]], metric: str | None, where: str) -> Iterator[tuple[str, float | None]]:
-    """Yield the numbers among (name, value), only those named ``metric`` if it is given; null, NaN and infinities are
-    None. Raises UsageError, which begins with ``where``, if a value named ``metric`` is no number."""
-    for name, value in values:
-        if metric in (None, name) and isinstance(value, int | float | None):
-            yield name, float(value) if value is not None and math.isfinite(value) else None
-        elif metric == name:
-            raise UsageError(f"{where}: {name} is {printable(repr(value))}, which is no number: give another metric")
 
 
 def _folders(directory: Path) -> list[Path]:

@@ -1,8 +1,4 @@
-"""Cells of a table of results: which column holds which field of ``ResultRow``, and how its values are converted.
-
-Values are converted by the column, because a call of a Python function for every cell would take most of the time of a
-large table.
-"""
+"""Cells of a table of results: which column holds which field of ``ResultRow``, and how its values are converted."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,15 +13,11 @@ Value = TypeVar("Value")
 
 MOST_CONVERTED = 1 << 20  # Distinct values of a column whose conversion is remembered
 FIELDS = tuple(name for name in ResultRow._fields if name != "line")
-MISSING = object()  # A cell of a JSON object without the key
-STATES: Mapping[str, RunState] = {
-    "done": "done",
-    "finished": "done",
-    "failed": "failed",
-    "crashed": "failed",
-    "unfinished": "unfinished",
-    "running": "unfinished",
-    "unknown": "unknown",
+STATES: Mapping[RunState, Sequence[str]] = {
+    "done": ("done", "finished"),
+    "failed": ("failed", "crashed", "killed"),
+    "unfinished": ("unfinished", "running", "pending", "preempting", "preempted"),
+    "unknown": ("unknown",),
 }
 # Unix times outside are elapsed seconds, or milliseconds
 EARLIEST, LATEST = 1e9, 1e11
@@ -34,18 +26,15 @@ EARLIEST, LATEST = 1e9, 1e11
 Batch = tuple[Sequence[int], Mapping[str, Sequence[object]]]
 
 
-def is_empty(raw: object) -> bool:
-    return raw is None or raw is MISSING or (isinstance(raw, str) and raw.strip().lower() in ("", "null"))
-
-
 def as_number(raw: object) -> float | None:
     """Return a finite number; None for NaN, an empty text and null. Raises ValueError for anything else."""
-    if is_empty(raw):
+    text = raw.strip().lower() if isinstance(raw, str) else raw
+    if text in (None, "", "null"):
         return None
-    if isinstance(raw, str) and raw.strip().lower() in ("true", "false"):
-        return float(raw.strip().lower() == "true")
+    if text in ("true", "false"):
+        return float(text == "true")
     try:
-        number = float(raw)  # pyright: ignore[reportArgumentType]
+        number = float(text)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
         raise ValueError("which is no number: leave the cell empty for a missing one") from None
     if math.isinf(number):
@@ -65,10 +54,10 @@ def as_integer(raw: object) -> int | None:
 def as_text(raw: object) -> str | None:
     """Return the text of a value, None for null. Whole numbers have no decimal point: Parquet files that pandas writes
     hold 1.0 for 1 in columns with nulls."""
-    if raw is None or raw is MISSING or raw == "" or raw != raw:
+    if raw is None or raw == "" or raw != raw:
         return None
     if isinstance(raw, list | dict):
-        raise TypeError("which is no text")
+        raise ValueError("which is no text")
     return str(int(raw)) if isinstance(raw, float) and raw.is_integer() else str(raw)
 
 
@@ -89,9 +78,10 @@ def as_time(raw: object) -> float | None:
 
 def as_state(raw: object) -> RunState:
     text = (as_text(raw) or "unknown").lower()
-    if text not in STATES:
-        raise ValueError(f"which is no state: {', '.join(STATES)}")
-    return STATES[text]
+    for state, names in STATES.items():
+        if text in names:
+            return state
+    raise ValueError(f"which is no state: {', '.join(STATES)}")
 
 
 def as_metric(raw: object) -> str:
@@ -116,7 +106,8 @@ CONVERSIONS: Mapping[str, Callable[[object], object]] = {
 
 
 class Converted(dict[object, Value], Generic[Value]):
-    """Converted values by the raw ones. Equal values become one object, which saves the memory of repeated texts."""
+    """Converted values by the raw ones: a call of ``convert`` for every cell would take most of the time of a large
+    table. Equal values become one object, which saves the memory of repeated texts."""
 
     def __init__(self, convert: Callable[[object], Value]):
         super().__init__()
@@ -128,27 +119,30 @@ class Converted(dict[object, Value], Generic[Value]):
         value = self[raw] = self.convert(raw)
         return value
 
-    def column(self, raw: Sequence[object], path: Path, name: str, lines: Sequence[int]) -> list[Value]:
+    def column(self, path: Path, name: str, lines: Sequence[int], raw: Sequence[object]) -> list[Value]:
         """Return the converted values. Raises UsageError, with the line, for the first invalid one."""
         try:
             return list(map(self.__getitem__, raw))
-        except (TypeError, ValueError):  # an invalid value, or one that is not hashable
-            values, line, value = list[Value](), 0, None
-            try:
-                for line, value in zip(lines, raw, strict=True):  # noqa: B007
-                    values.append(self.convert(value))
-            except (TypeError, ValueError) as error:
-                raise UsageError(f'{path}:{line}  column "{name}" holds "{printable(str(value))}", {error}') from None
-            return values
+        except (TypeError, ValueError):  # an invalid value, or a list or an object, which is not hashable
+            for line, value in zip(lines, raw, strict=True):
+                try:
+                    self.convert(value)
+                except ValueError as error:
+                    text = printable(str(value))
+                    raise UsageError(f'{path}:{line}  column "{name}" holds "{text}", {error}') from None
+            raise
 
 
 class Layout(NamedTuple):
-    """Column of each field that a table has. ``metric``: name of the metric of all rows, if no column names it.
-    ``is_wide``: the value's column is named after its metric, and other rows may hold other metrics."""
+    """Column of each field that a table has. ``metric``: name of the metric of all rows, if no column names it."""
 
     columns: Mapping[str, str]
     metric: str | None
-    is_wide: bool
+
+    @property
+    def is_wide(self) -> bool:
+        """True if the value's column is named after its metric, so that other rows may hold other metrics."""
+        return self.metric not in (None, "value", CORRECT)
 
 
 def layout_of(path: Path, names: Iterable[str], request: Request) -> Layout:
@@ -158,31 +152,16 @@ def layout_of(path: Path, names: Iterable[str], request: Request) -> Layout:
         raise UsageError(f'{path}: columns has no "{unknown}"; it has {", ".join(FIELDS)}')
     columns = {field: field for field in FIELDS if field in names} | dict(request.columns)
     is_long = "value" in request.columns or {"metric", "value"} <= columns.keys()
-    wide = request.column or request.metric
-    if wide in names and not is_long:
-        columns["value"] = str(wide)
+    if request.metric in names and not is_long:
+        columns["value"] = str(request.metric)
         columns.pop("metric", None)
-    elif CORRECT in names:
-        columns.setdefault("value", CORRECT)
-    columns.setdefault("value", "value")
-    free = next((name for name in names if name and name not in columns.values()), "NAME")
-    examples = {column: f'columns = {{ {field} = "{free}" }}' for field, column in columns.items()}
-    examples |= {column: f'where = {{ "{free}" = "…" }}' for column in request.where}
+    columns.setdefault("value", CORRECT if CORRECT in names else "value")
+    examples = {column: f'columns = {{ {field} = "NAME" }}' for field, column in columns.items()}
+    examples |= {column: f'where = {{ NAME = "{value}" }}' for column, value in request.where.items()}
     for column, example in examples.items():
         if column not in names:
             raise UsageError(
                 f'{path} has no column "{column}"; it has {", ".join(names) or "none"}. Name the right one under '
                 f"[[results]], such as {example}"
             )
-    metric = None if "metric" in columns else columns["value"]
-    return Layout(columns, metric, is_wide=metric not in (None, "value", CORRECT))
-
-
-def matches(wanted: object, raw: object) -> bool:
-    """Return whether a cell holds a value of ``Request.where``, which is text in CSV files."""
-    if isinstance(wanted, str):
-        return as_text(raw) == wanted
-    try:
-        return (as_number(raw) if isinstance(wanted, bool | float) else as_integer(raw)) == wanted
-    except ValueError:
-        return False
+    return Layout(columns, None if "metric" in columns else columns["value"])

@@ -1,96 +1,63 @@
 """Logs of inspect-ai 0.3: ``.eval`` (a ZIP archive in Zstandard) and ``.json``.
 
 A scorer's answers have the name of the metric that inspect makes of them: ``match/accuracy``, or ``length/mean`` for
-one value of a scorer with several. ``match`` and ``accuracy`` are aliases where they mean one metric. Epochs are
-answers to the same problem. Condition and seed are those in the metadata or the tags (``seed=1``) of the evaluation;
-without a condition there, it is the model.
+one value of a scorer with several. Epochs are answers to the same problem. Condition and seed are those in the metadata
+or the tags (``seed=1``) of the evaluation; without a condition there, it is the model.
 """
 
 import json
-import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from retrain.errors import NotReadable, UsageError
 from retrain.extras import missing
-from retrain.records.foreign.answers import content_key
-from retrain.records.foreign.json_files import first_bytes, json_object, names_in_rows
-from retrain.records.foreign.table import Format, MetricFacts, Request, ResultRow, RunState
+from retrain.records.foreign.json_files import first_bytes, json_document, number, problem_key
+from retrain.records.foreign.table import Format, Request, ResultRow, RunState
 from retrain.records.schema.base import Row, Values
 
 JSON_START = re.compile(rb'\s*\{\s*"version":\s*\d+,\s*"status":\s*"\w+",\s*"eval":')
 NAME = re.compile(r"\d{4}-\d\d-\d\dT[\d-]+_(?P<task_and_id>.+)")
 STATES: Mapping[str, RunState] = {"success": "done", "error": "failed"}
 GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
-SETTINGS = ("model", "model_args", "model_generate_config", "task_args", "config")
 ERRORS = ("stderr", "bootstrap_stderr")
-LONGEST_TEXT = 5120  # Characters of a text in the samples' summaries of ``.eval`` files
 
 
-class Log(NamedTuple):
-    # All but the samples
-    header: Row
-    # In ``.eval`` files their summaries, without messages and with shortened texts
-    samples: Sequence[Row]
-
-
-def recognises(path: Path) -> bool:
+def _recognises(path: Path) -> bool:
     start = first_bytes(path)
     return start.startswith(b"PK") if path.suffix == ".eval" else JSON_START.match(start) is not None
 
 
-def choose(files: Sequence[Path]) -> Sequence[Path]:
+def _choose(files: Sequence[Path]) -> Sequence[Path]:
     """Return the latest log of each task: a retried evaluation has the same id and a later time in its name."""
     names = {path: NAME.fullmatch(path.stem) for path in sorted(files)}
     return list({(path.parent, name["task_and_id"]) if name else path: path for path, name in names.items()}.values())
 
 
-def rows(path: Path, request: Request) -> Iterator[ResultRow]:
-    log = read_log(path)
-    evaluation, settings = log.header["eval"], _settings(log.header, path)
-    condition = str(settings.get("condition", evaluation["model"]))
-    time = datetime.fromisoformat(evaluation["created"]).timestamp()
-    common = ResultRow(
-        "", None, set=evaluation["task"], condition=condition, seed=settings.get("seed"), state=settings["state"],
-        time=time,
-    )  # fmt: skip
-    numbers, answers = dict(_numbers(log.header)), list(_answers(log))
-    graded = {name for _, grades in answers for name in grades}
-    names = names_in_rows(sorted({*numbers, *graded}), request.metric, _aliases, path)
-    for metric, name in names.items():
-        if metric in numbers:
-            yield common._replace(metric=name, value=numbers[metric])
-        if metric in graded:
-            for line, (sample, grades) in enumerate(answers, start=1):
-                answer = common._replace(problem=_problem(sample), sample=int(sample["epoch"]) - 1, line=line)
-                yield answer._replace(metric=name, value=grades.get(metric))
-
-
-def read_log(path: Path) -> Log:
+def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
+    header, samples = _read(path)
     try:
-        log = _archive(path) if path.suffix == ".eval" else _document(path)
-        evaluation = log.header["eval"]
-        datetime.fromisoformat(evaluation["created"])
-        if {"task", "model"} <= evaluation.keys() and all({"id", "epoch"} <= sample.keys() for sample in log.samples):
-            return log
-    except OSError as error:
-        raise NotReadable(path, error) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    raise UsageError(f"{path} is not a log of inspect, or it is damaged: check it with inspect log dump {path}")
+        evaluation = header["eval"]
+        names = _names(evaluation, path)
+        run = ResultRow(
+            "", None, set=evaluation["task"], condition=str(names.get("condition", evaluation["model"])),
+            seed=names.get("seed"), state=STATES.get(header["status"], "unfinished"),
+            time=datetime.fromisoformat(evaluation["created"]).timestamp(),
+        )  # fmt: skip
+        rows = [*_numbers(header, run), *_answers(header, samples, run)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path) from error
+    yield from (row for row in rows if request.needs(row.metric))
 
 
-def _document(path: Path) -> Log:
-    content = json_object(path)
-    return Log(content, content.pop("samples", None) or [])
-
-
-def _archive(path: Path) -> Log:
-    """Read the header and the summaries of an archive. One that was not completed has only those in its journal."""
+def _read(path: Path) -> tuple[Row, Sequence[Row]]:
+    """Return a log without its samples, and the samples; of ``.eval`` files their summaries, without messages and with
+    shortened texts."""
+    if path.suffix != ".eval":
+        content = json_document(path)
+        return content, content.pop("samples", None) or []
     try:
         if sys.version_info >= (3, 14):
             import zipfile
@@ -103,37 +70,47 @@ def _archive(path: Path) -> Log:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
+            # An archive that was not completed has only the journal
             parts = [name for name in names if name.startswith("_journal/summaries/")]
             parts = ["summaries.json"] if "summaries.json" in names else parts
             header = json.loads(archive.read("header.json" if "header.json" in names else "_journal/start.json"))
-            return Log(header, [sample for part in parts for sample in json.loads(archive.read(part))])
-    except (zipfile.BadZipFile, ZstdError, EOFError, NotImplementedError) as error:
-        raise ValueError(str(error)) from error
+            return {"status": "started", **header}, [row for part in parts for row in json.loads(archive.read(part))]
+    except OSError as error:
+        raise NotReadable(path, error) from None
+    except (zipfile.BadZipFile, ZstdError, EOFError, NotImplementedError, ValueError, KeyError) as error:
+        raise _damaged(path) from error
 
 
-def _numbers(header: Row) -> Iterator[tuple[str, float | None]]:
-    for score in (header.get("results") or {}).get("scores", ()):
+def _damaged(path: Path) -> UsageError:
+    return UsageError(f"{path} is not a log of inspect, or it is damaged: check it with inspect log dump {path}")
+
+
+def _numbers(header: Row, run: ResultRow) -> Iterator[ResultRow]:
+    for score in _scores(header):
         reducer = f"/{score['reducer']}" if score.get("reducer") not in (None, "mean") else ""
         for metric, entry in score["metrics"].items():
             if metric not in ERRORS:
-                yield f"{score['name']}{reducer}/{metric}", _grade(entry["value"])
+                yield run._replace(metric=f"{score['name']}{reducer}/{metric}", value=_grade(entry["value"]))
 
 
-def _answers(log: Log) -> Iterator[tuple[Row, dict[str, float | None]]]:
-    """Yield each sample with its grades by metric; a sample with an error has none."""
-    means = _means(log.header)
-    for sample in log.samples:
-        grades = {}
+def _answers(header: Row, samples: Sequence[Row], run: ResultRow) -> Iterator[ResultRow]:
+    """Yield the grades of each sample; a sample with an error has none."""
+    means = {score["name"]: "accuracy" if "accuracy" in score["metrics"] else "mean" for score in _scores(header)}
+    graded, metrics = list[tuple[ResultRow, dict[str, float | None]]](), set[str]()
+    for line, sample in enumerate(samples, start=1):
+        grades: dict[str, float | None] = {}
         for scorer, score in (sample.get("scores") or {}).items():
             parts = score["value"] if isinstance(score["value"], dict) else {scorer: score["value"]}
             grades |= {f"{name}/{means.get(name, 'accuracy')}": _grade(value) for name, value in parts.items()}
-        yield sample, grades
+        problem = f"{sample['id']}:{problem_key([_without_ids(sample.get('input')), sample.get('target')])}"
+        graded.append((run._replace(problem=problem, sample=sample["epoch"] - 1, line=line), grades))
+        metrics |= grades.keys()
+    for metric in sorted(metrics):
+        yield from (answer._replace(metric=metric, value=grades.get(metric)) for answer, grades in graded)
 
 
-def _means(header: Row) -> dict[str, str]:
-    """Return the metric that is the mean of the answers, by the name of the score; {} in a log without results."""
-    scores = (header.get("results") or {}).get("scores", ())
-    return {score["name"]: "accuracy" if "accuracy" in score["metrics"] else "mean" for score in scores}
+def _scores(header: Row) -> Sequence[Row]:
+    return (header.get("results") or {}).get("scores", ())
 
 
 def _grade(value: object) -> float | None:
@@ -141,66 +118,33 @@ def _grade(value: object) -> float | None:
     if isinstance(value, str):
         value = GRADES.get(value, GRADES.get(value.lower(), value))
     try:
-        grade = float(value)  # pyright: ignore[reportArgumentType]
+        return number(float(value), "")  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
         return None
-    return grade if math.isfinite(grade) else None
 
 
-def _problem(sample: Row) -> str:
-    return f"{sample['id']}:{content_key([_text(sample.get('input')), _text(sample.get('target'))])}"
+def _without_ids(content: object) -> object:
+    """Return a sample's input without the random ids of its messages."""
+    if not isinstance(content, list):
+        return content
+    return [(message.get("role"), message.get("content")) for message in content]
 
 
-def _text(part: object) -> object:
-    """Return texts as they are in summaries: shortened, and without images and documents."""
-    if isinstance(part, str):
-        return part[:LONGEST_TEXT]
-    if isinstance(part, list):
-        return [_text(each) for each in part]
-    if isinstance(part, dict) and "content" in part:
-        return [part.get("role"), _text(part["content"])]
-    if isinstance(part, dict):
-        return _text(part["text"]) if "text" in part else f"({str(part.get('type')).capitalize()})"
-    return part
-
-
-def _aliases(name: str) -> tuple[str, ...]:
-    """Return the metric's name, for the mean of the answers also the scorer's."""
-    scorer, _, metric = name.rpartition("/")
-    return (scorer, metric) if metric in ("accuracy", "mean") else (metric,)
-
-
-def _settings(header: Row, path: Path) -> Row:
-    evaluation = header["eval"]
-    tags = (tag.partition("=") for tag in header.get("tags") or evaluation.get("tags") or ())
-    given = {name: value for name, equals, value in tags if equals}
-    given |= {**(evaluation.get("metadata") or {}), **(header.get("metadata") or {})}
-    settings = {name: evaluation[name] for name in SETTINGS if name in evaluation}
-    settings |= {name: given[name] for name in ("condition", "seed") if name in given}
-    if "seed" in given:
-        if not str(given["seed"]).isdecimal():
-            raise UsageError(f"{path} has seed {given['seed']!r} in its metadata or tags, which is not an integer")
-        settings["seed"] = int(given["seed"])
-    return settings | {"state": STATES.get(header.get("status", ""), "unfinished")}
-
-
-def config(path: Path) -> Values:
-    return _settings(read_log(path).header, path)
-
-
-def facts(path: Path) -> Mapping[str, MetricFacts]:
-    """Return that accuracies are shares, of which the larger is better. Nothing is known about other metrics."""
-    names = [name for name, mean in _means(read_log(path).header).items() if mean == "accuracy"]
-    return dict.fromkeys(["accuracy", *names, *(f"{name}/accuracy" for name in names)], MetricFacts(True, "share"))
+def _names(evaluation: Values, path: Path) -> Row:
+    """Return condition and seed, as far as metadata or tags name them."""
+    tags = (tag.partition("=") for tag in evaluation.get("tags") or ())
+    names = {name: value for name, equals, value in tags if equals} | (evaluation.get("metadata") or {})
+    if "seed" in names:
+        if not str(names["seed"]).isdecimal():
+            raise UsageError(f"{path} has seed {names['seed']!r} in its metadata or tags, which is not an integer")
+        names["seed"] = int(names["seed"])
+    return names
 
 
 FORMAT = Format(
-    "inspect",
-    ("*.eval", "*.json", "**/*.eval", "**/*.json"),
-    recognises,
-    rows,
-    choose=choose,
-    facts=facts,
-    config=config,
-    names_models=True,
+    tool="inspect",
+    patterns=("*.eval", "*.json", "**/*.eval", "**/*.json"),
+    recognises=_recognises,
+    rows=_rows,
+    choose=_choose,
 )

@@ -1,11 +1,17 @@
-"""Read JSON documents of other tools, and the aliases of the metrics in them."""
+"""JSON documents and JSON lines of other tools, with the errors that name file and line."""
 
-from collections.abc import Callable, Collection
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from retrain.errors import NotReadable, UsageError
+from retrain.errors import NotReadable, UsageError, first_line
 from retrain.files import read_json
+from retrain.records.foreign.table import Request
 from retrain.records.schema.base import Row
+from retrain.util.jsonl import LONGEST_LINE, parse_row
 
 FIRST_BYTES = 4096
 
@@ -19,26 +25,61 @@ def first_bytes(path: Path) -> bytes:
         return b""
 
 
-def json_object(path: Path) -> Row:
+def first_row(path: Path) -> Row:
+    """Return the object in the first line of a file; {} if the line is anything else."""
     try:
-        content = read_json(path)
+        with open(path, "rb") as file:
+            return parse_row(file.readline(LONGEST_LINE))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def json_document(path: Path) -> Any:
+    try:
+        return read_json(path)
     except OSError as error:
-        raise NotReadable(path, error) from None
+        raise NotReadable(path, error) from error
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{path} is not a JSON object")
-    return content
+        raise UsageError(f"{path} is not JSON ({error}): restore the file, or leave it out of path") from error
 
 
-def names_in_rows(
-    names: Collection[str], requested: str | None, aliases: Callable[[str], Collection[str]], place: object
-) -> dict[str, str]:
-    """Return the metrics to be read, with their names in the rows. ``requested`` is a metric's name, or an alias, which
-    then is the name in the rows. Raises UsageError for an alias of several metrics; ``place`` names the file."""
-    if requested is None or requested in names:
-        return {name: name for name in names if requested in (None, name)}
-    meant = [name for name in names if requested in aliases(name)]
-    if len(meant) > 1:
-        raise UsageError(f'{place}: "{requested}" may be {" or ".join(meant)}; name one, such as --metric "{meant[0]}"')
-    return dict.fromkeys(meant, requested)
+def json_rows(path: Path, is_growing: bool = False) -> Iterator[tuple[int, Row]]:
+    """Yield (line, object) for the lines of a file that are not blank. Raises UsageError if a line is no object.
+
+    ``is_growing`` leaves out an incomplete last line, which the tool may be writing.
+    """
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.isspace() or (is_growing and not line.endswith(b"\n")):
+                    continue
+                try:
+                    yield number, parse_row(line)
+                except (ValueError, RecursionError) as error:
+                    fix = "remove that line, or the file"
+                    raise UsageError(f"{path}:{number} is no JSON object ({first_line(error)}): {fix}") from error
+    except OSError as error:
+        raise NotReadable(path, error) from error
+
+
+def number(value: object, where: str) -> float | None:
+    """Return a value of a file as a number; None, which means not graded, for null, NaN and infinities. Raises
+    UsageError, which begins with ``where``, for anything else."""
+    if value is None:
+        return None
+    if not isinstance(value, int | float):
+        raise UsageError(f"{where} is {value!r:.80}, which is no number: give another metric")
+    return float(value) if math.isfinite(value) else None
+
+
+def numbers(values: Iterable[tuple[str, object]], request: Request, where: str) -> Iterator[tuple[str, float | None]]:
+    """Yield the numbers of the requested metrics among (name, value). Texts, lists and objects are left out, unless
+    the request names them."""
+    for name, value in values:
+        if name == request.metric or (request.needs(name) and isinstance(value, int | float | None)):
+            yield name, number(value, f"{where}: {name}")
+
+
+def problem_key(content: object) -> str:
+    """Return the key of a problem whose text is ``content``: the same for objects with the same keys in other order."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

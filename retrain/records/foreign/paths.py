@@ -1,5 +1,6 @@
 """Find the files of runs: from a file, a directory or a pattern with placeholders to the files of each run."""
 
+import glob
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,15 +10,15 @@ from typing import NamedTuple
 
 from retrain.config.base import is_plugin
 from retrain.config.comparing import Results
-from retrain.errors import NotReadable, PluginError, UsageError, listed
+from retrain.errors import PluginError, UsageError, listed
 from retrain.plugins import described, load_function
 from retrain.records.foreign import condition_and_seed
 from retrain.records.foreign.table import FORMATS, Format, Request, ResultRow, format_of
 
 # Regular expressions of the placeholders in a pattern
-PLACEHOLDERS = {"condition": ".+", "run": ".+", "set": ".+", "seed": r"\d{1,9}", "step": r"\d{1,12}"}
+PLACEHOLDERS = {"condition": "[^/]+", "run": "[^/]+", "set": "[^/]+", "seed": r"\d{1,9}", "step": r"\d{1,12}"}
 HINT = f'Formats: {", ".join(FORMATS)}; name one by format = "…" (--format), or module:function for a reader'
-TOKEN = re.compile(r"\*|\{([^{}]*)\}")
+TOKEN = re.compile(r"(\*\*/|\*|\{[^{}]*\})")
 
 
 class NothingFound(UsageError):
@@ -46,20 +47,15 @@ class RunFiles:
     entry: Results
     # Pattern, directory or file by which the run is known, for messages
     origin: str
-    files: Sequence[ResultFile]
-    # Names in the path: by placeholders, or by a directory that is named as <label>_s<seed>
+    files: Sequence[ResultFile] = ()
+    # Names in the path, else in the section of the comparison file; a directory may be named as <label>_s<seed>
     condition: str | None = None
     seed: int | None = None
     run: str | None = None
-    # Name of a file or directory, used if neither the path nor the rows name the condition
+    # Name of a file or directory, used if the rows do not name the condition either
     fallback: str = ""
     # Format of all files; None: it is recognised for each file
     format: Format | None = None
-
-    @property
-    def is_named(self) -> bool:
-        """True if the path names the run."""
-        return not (self.condition is None and self.seed is None and self.run is None)
 
 
 def find_runs(entry: Results, base: Path) -> list[RunFiles]:
@@ -72,16 +68,13 @@ def find_runs(entry: Results, base: Path) -> list[RunFiles]:
     directories = [match for match in matched if match.path.is_dir()]
     if not directories:
         return _runs_of_files(entry, matched, known)
+    runs = [run for match in directories for run in _runs_of_directory(entry, match, known)]
     is_pattern = TOKEN.search(entry.path) is not None
-    runs = [run for match in directories for run in _runs_of_directory(entry, match, known, is_pattern)]
     if not runs or (is_pattern and not any(run.files for run in runs)):
         where = entry.path if is_pattern else f"{entry.path} and its subdirectories"
-        if known is not None:
-            raise NothingFound(
-                f"{where}: no files of {known.tool} ({', '.join(known.patterns)}); name them in the path"
-            )
+        fault = "no file in a known format" if known is None else f"no files of {known.tool}"
         example = f"'{entry.path}/{{condition}}/seed{{seed}}'"
-        raise NothingFound(f"{where}: no file in a known format. Type where the files are, such as {example}. {HINT}")
+        raise NothingFound(f"{where}: {fault}. Type where the files are, such as {example}. {HINT}")
     return runs
 
 
@@ -127,68 +120,37 @@ def matches(pattern: str, base: Path) -> list[Match]:
     path = Path(pattern).expanduser()
     if (base / path).exists():
         return [Match(base / path, {})]
-    current = [Match(base / path.anchor, {})]
-    for part in path.relative_to(path.anchor).parts:
-        following = [inner for match in current for inner in _matches_inside(match, part, pattern)]
-        if not following:
-            directory = next((match.path for match in current if match.path.is_dir()), current[0].path)
-            fault = f"nothing matches {pattern}" if TOKEN.search(pattern) else f"{pattern} is not a directory or file"
-            raise NothingFound(f"{fault}: {_nearest(directory, part)}")
-        current = following
-    return list({match.path: match for match in current}.values())
-
-
-def _matches_inside(match: Match, part: str, pattern: str) -> Iterator[Match]:
-    if part == "**":
-        yield match
-        for name in _entries(match.path):
-            if (path := match.path / name).is_dir() and not path.is_symlink():
-                yield from _matches_inside(Match(path, match.values), part, pattern)
-    elif TOKEN.search(part) is None:
-        if (path := match.path / part).exists():
-            yield Match(path, match.values)
-    else:
-        expression = _expression(part, match.values, pattern)
-        for name in _entries(match.path, hidden=part.startswith(".")):
-            if found := expression.fullmatch(name):
-                yield Match(match.path / name, {**match.values, **found.groupdict()})
-
-
-def _expression(part: str, values: Mapping[str, str], pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of one element of a pattern. A placeholder that has a value matches it alone."""
-    text, end = "", 0
-    for token in TOKEN.finditer(part):
-        text += re.escape(part[end : token.start()])
-        name, end = token[1], token.end()
-        if name is None:
-            text += ".*"
-        elif name not in PLACEHOLDERS:
-            names = ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
-            raise UsageError(f"{pattern}: {{{name}}} is not a placeholder; there are {names}")
-        elif name in values:
-            text += re.escape(values[name])
-        else:
-            text += f"(?P={name})" if f"(?P<{name}>" in text else f"(?P<{name}>{PLACEHOLDERS[name]})"
-    return re.compile(text + re.escape(part[end:]))
-
-
-def _entries(directory: Path, hidden: bool = False) -> list[str]:
-    try:
-        names = sorted(entry.name for entry in directory.iterdir())
-    except NotADirectoryError:
-        return []
-    except OSError as error:
-        raise NotReadable(directory, error) from error
-    return [name for name in names if hidden or not name.startswith(".")]
-
-
-def _nearest(directory: Path, part: str) -> str:
-    if not directory.is_dir():
-        return f"{directory} is a file"
-    names = _entries(directory)
+    if found := _glob(path, base):
+        return found
+    nearest, parent = next((found[0].path, parent) for parent in path.parents if (found := _glob(parent, base)))
+    if not nearest.is_dir():
+        raise NothingFound(f"nothing matches {pattern}: {nearest} is a file")
+    part = path.parts[len(parent.parts)]
+    names = sorted(entry.name for entry in nearest.iterdir())
     close = get_close_matches(part, names, n=1)
-    hint = f", did you mean {close[0]}?" if close else f"; it contains {listed(names, 5) or 'nothing'}"
-    return f"{directory} has no {part}{hint}"
+    hint = f"did you mean {close[0]}?" if close else f"it contains {listed(names, 5) or 'nothing'}"
+    raise NothingFound(f"nothing matches {pattern}: {nearest} has no {part}; {hint}")
+
+
+def _glob(path: Path, base: Path) -> list[Match]:
+    text, expression = "", ""
+    for token in TOKEN.split(str(path)):
+        name = token[1:-1]
+        if token == "**/":
+            text, expression = text + token, expression + "(?:.+/)?"
+        elif token == "*":
+            text, expression = text + token, expression + "[^/]*"
+        elif not token.startswith("{"):
+            text, expression = text + glob.escape(token), expression + re.escape(token)
+        elif name in PLACEHOLDERS:
+            group = f"(?P<{name}>"
+            text += "*"
+            expression += f"(?P={name})" if group in expression else f"{group}{PLACEHOLDERS[name]})"
+        else:
+            names = ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
+            raise UsageError(f"{path}: {token} is not a placeholder; there are {names}")
+    found = ((name, re.fullmatch(expression, name)) for name in sorted(glob.glob(text, root_dir=base, recursive=True)))
+    return [Match(base / name, match.groupdict()) for name, match in found if match]
 
 
 def _runs_of_files(entry: Results, matched: Sequence[Match], known: Format | None) -> list[RunFiles]:
@@ -199,77 +161,67 @@ def _runs_of_files(entry: Results, matched: Sequence[Match], known: Format | Non
         groups.setdefault(names if any(names) else (str(match.path),), []).append(match)
     runs = []
     for group in groups.values():
-        first = group[0]
-        files = [ResultFile(path, _integer(values, "step"), values.get("set")) for path, values in group]
-        path = first.path.absolute()
-        fallback = next((name for named in (path.with_suffix(""), path.parent) if (name := _name_with_seed(named))), "")
-        run = _with_names(RunFiles(entry, str(first.path), files, fallback=fallback, format=known), first)
-        runs.append(run if run.is_named or fallback else replace(run, origin=entry.path))  # its rows name the runs
+        path = group[0].path.absolute()
+        fallback = _name_with_seed(path.with_suffix("")) or _name_with_seed(path.parent)
+        files = [_file(match.path, match.values) for match in group]
+        runs.append(replace(_named_run(entry, group[0]), files=files, fallback=fallback, format=known))
     return runs
 
 
-def _runs_of_directory(entry: Results, match: Match, known: Format | None, is_run: bool) -> list[RunFiles]:
-    """Return the run whose directory this is, else a run for each of its subdirectories. With ``is_run``, or if its
-    name has a seed, a directory without results is a run too, which has no files."""
-    if run := _run_of_directory(entry, match, known, nested=False):
-        return [run]
-    inside = [Match(match.path / name, match.values) for name in _entries(match.path)]
-    runs = [
-        _run_of_directory(entry, inner, known) or _directory(entry, inner) for inner in inside if inner.path.is_dir()
-    ]
-    with_files = [run for run in runs if run.files]
-    has_seeds = any(run.seed is not None for run in with_files)
-    if len(with_files) > 1 or has_seeds:
-        # Beside directories that are named by seeds, one that is not, and has no results, is no run
-        return [run for run in runs if run.files or run.seed is not None or not has_seeds]
-    if run := _run_of_directory(entry, match, known):
-        return [run]
+def _runs_of_directory(entry: Results, match: Match, known: Format | None) -> list[RunFiles]:
+    """Return the run whose directory this is, else a run for each of its subdirectories that has results, or a seed in
+    its name."""
     run = _directory(entry, match)
-    return [run] if is_run or run.seed is not None else []
+    is_run = run.seed is not None or run.run is not None
+    if is_run or (direct := _with_files(run, match, known, nested=False)).files:
+        return [_with_files(run, match, known) if is_run else direct]
+    subdirectories = sorted(path for path in match.path.iterdir() if path.is_dir() and not path.name.startswith("."))
+    inside = [Match(path, match.values) for path in subdirectories]
+    runs = [_with_files(_directory(entry, inner), inner, known) for inner in inside]
+    runs = [run for run in runs if run.files or run.seed is not None]
+    if any(run.files for run in runs) and (len(runs) > 1 or runs[0].seed is not None):
+        return runs
+    run = _with_files(run, match, known)
+    return [run] if run.files or run.condition is not None else []
 
 
-def _run_of_directory(entry: Results, match: Match, known: Format | None, nested: bool = True) -> RunFiles | None:
-    """Return the run in a directory, in the first format that recognises files there; None if there are none.
+def _with_files(run: RunFiles, match: Match, known: Format | None, nested: bool = True) -> RunFiles:
+    """Add the files in the first format that recognises files in the directory.
 
     ``nested = False`` leaves out files at any depth (``**``), which may belong to several runs.
     """
     if known is not None and not known.patterns:  # a reader of one's own
-        return replace(_directory(entry, match), files=[ResultFile(match.path)], format=known)
-    for each in [known] if known else map(format_of, FORMATS):
-        patterns = [pattern for pattern in each.patterns if nested or "**" not in pattern]
+        return replace(run, files=[_file(match.path, match.values)], format=known)
+    for form in [known] if known else map(format_of, FORMATS):
+        patterns = [pattern for pattern in form.patterns if nested or "**" not in pattern]
         paths = sorted({path for pattern in patterns for path in match.path.glob(pattern) if path.is_file()})
-        if files := [ResultFile(path) for path in paths if known or each.recognises(path)]:
-            return replace(_directory(entry, match), files=files, format=each)
-    return None
+        if files := [_file(path, match.values) for path in paths if known or form.recognises(path)]:
+            return replace(run, files=files, format=form)
+    return run
 
 
 def _directory(entry: Results, match: Match) -> RunFiles:
     """Return the run in a directory, without its files. A seed in the directory's name counts as one in the path."""
-    path = match.path.absolute()
-    name = _name_with_seed(path)
-    run = _with_names(RunFiles(entry, str(match.path), [], fallback=name or path.name), match)
+    run, path = _named_run(entry, match), match.path.absolute()
     if path.name == run.condition:
         return run
-    if not name:
-        return run if run.condition is None or run.run else replace(run, run=path.name)
-    label, seed = condition_and_seed(name)
-    if run.seed is None and entry.seed is None:
-        run = replace(run, seed=seed)
-    if run.condition is None and entry.condition is None:
-        run = replace(run, condition=label)
-    return run
+    if name := _name_with_seed(path):
+        label, seed = condition_and_seed(name)
+        return replace(run, condition=run.condition or label, seed=seed if run.seed is None else run.seed)
+    return replace(run, fallback=path.name) if run.condition is None else replace(run, run=run.run or path.name)
+
+
+def _named_run(entry: Results, match: Match) -> RunFiles:
+    values = match.values
+    condition, seed = values.get("condition", entry.condition), int(values["seed"]) if "seed" in values else entry.seed
+    return RunFiles(entry, str(match.path), condition=condition, seed=seed, run=values.get("run"))
+
+
+def _file(path: Path, values: Mapping[str, str]) -> ResultFile:
+    return ResultFile(path, int(values["step"]) if "step" in values else None, values.get("set"))
 
 
 def _name_with_seed(path: Path) -> str:
     """Return the name of a file or directory with a seed, with that of its parent if it is a seed alone; else ""."""
     label, seed = condition_and_seed(path.name)
     return "" if seed is None else f"{path.parent.name}/{path.name}" if label == path.name else path.name
-
-
-def _with_names(run: RunFiles, match: Match) -> RunFiles:
-    values = match.values
-    return replace(run, condition=values.get("condition"), seed=_integer(values, "seed"), run=values.get("run"))
-
-
-def _integer(values: Mapping[str, str], name: str) -> int | None:
-    return int(values[name]) if name in values else None

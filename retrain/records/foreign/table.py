@@ -4,13 +4,11 @@ Every module of ``FORMATS`` has a ``FORMAT``, which recognises the tool's files 
 (retrain.records.foreign.collect) finds the files of every run and gathers the rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, NamedTuple
-
-from retrain.records.schema.base import Values
 
 HELDOUT_SET = "heldout"  # Name of the held-out set where the tool names none
 CORRECT = "correct"  # Metric of answers that are graded as right or wrong, where the tool has no name for it
@@ -49,8 +47,8 @@ class ResultRow(NamedTuple):
     set: str = HELDOUT_SET
     # Key of the problem, by which runs are paired; None for a number of the whole run
     problem: str | None = None
-    # Index of the answer among those to the same problem
-    sample: int = 0
+    # Which of the answers to the problem; None: they are numbered in the order of the file
+    sample: int | None = 0
     # Condition, run and seed, as far as the file names them; None where the path or the configuration does
     condition: str | None = None
     run: str | None = None
@@ -74,33 +72,27 @@ class MetricFacts(NamedTuple):
 class Request:
     """What of a file is needed. Readers may yield more; what they leave out saves time."""
 
-    # Name of the metric; None: all metrics
+    # Name of the metric, as METRIC or SET/METRIC; None: all metrics
     metric: str | None = None
-    # Steps that are needed, of those up to ``last_step``
     steps: Steps = "all"
+    # Step at which the run must end; None: its last one
     last_step: int | None = None
-    # The metric as the user names it, which may be SET/NAME: a column with this name holds the value (format "table")
-    column: str | None = None
     # Columns of a table that hold the fields of ``ResultRow``, by field (format "table" alone)
     columns: Mapping[str, str] = field(default_factory=dict)
     # Values that columns of a table must have in the rows that are read
     where: Mapping[str, object] = field(default_factory=dict)
 
+    def needs(self, metric: str) -> bool:
+        return self.metric is None or self.metric == metric or self.metric.endswith(f"/{metric}")
 
-def everything(files: Sequence[Path]) -> Sequence[Path]:
-    return files
-
-
-def no_facts(path: Path) -> Mapping[str, MetricFacts]:
-    return {}
-
-
-def no_config(path: Path) -> Values:
-    return {}
-
-
-def no_columns(path: Path) -> Sequence[str]:
-    return ()
+    def needed_steps(self, steps: Iterable[int]) -> set[int]:
+        """Return the first step and the last or the last three, or all. The last ones up to ``last_step`` are needed
+        too."""
+        ordered = sorted(set(steps))
+        if self.steps == "all":
+            return set(ordered)
+        until_end = [step for step in ordered if self.last_step is None or step <= self.last_step]
+        return {*ordered[:1], *until_end[-1 if self.steps == "ends" else -3 :], *ordered[-1:]}
 
 
 @dataclass(frozen=True)
@@ -115,17 +107,11 @@ class Format:
     recognises: Callable[[Path], bool]
     rows: Callable[[Path, Request], Iterator[ResultRow]]
     # Choose among the files of one run those to read (a tool may write one state several times)
-    choose: Callable[[Sequence[Path]], Sequence[Path]] = everything
+    choose: Callable[[Sequence[Path]], Sequence[Path]] = lambda files: files
     # Facts about metrics, by name; a name that ends in * holds for all that begin alike
-    facts: Callable[[Path], Mapping[str, MetricFacts]] = no_facts
-    # Settings of the run that belong to a file: ``seed``, ``state`` and the tool's configuration
-    config: Callable[[Path], Values] = no_config
-    # Names of the columns, for messages
-    columns: Callable[[Path], Sequence[str]] = no_columns
+    facts: Callable[[Path], Mapping[str, MetricFacts]] = lambda path: {}
     # Of several values of one metric and step, the latest by ``time`` counts (a resumed run wrote the step again)
     latest_counts: bool = False
-    # The condition in the rows is the name of the model, which counts only where the path names no condition
-    names_models: bool = False
 
 
 def format_of(name: str) -> Format:
@@ -152,8 +138,6 @@ class RunTable:
     # Unix time of the earliest result, by the times in the files, else of the files; and where the time was found
     started: float | None = None
     has_times: bool = False
-    # Settings that the tool recorded
-    config: Values = field(default_factory=dict)
     # Files that were read, and the tool that wrote them
     files: list[Path] = field(default_factory=list)
     tool: str = ""

@@ -7,32 +7,26 @@ other names. In wide tables ``Request.metric`` names the column that holds the v
 import csv
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, compress, islice, repeat
-from operator import itemgetter
 from pathlib import Path
-from typing import TypeVar
 
 from retrain.errors import NotReadable, UsageError
-from retrain.records.foreign.cells import CONVERSIONS, FIELDS, MISSING, Batch, Converted, is_empty, layout_of, matches
-from retrain.records.foreign.parquet import parquet_batches, parquet_columns
+from retrain.records.foreign.cells import CONVERSIONS, FIELDS, Batch, Converted, Layout, as_text, layout_of
+from retrain.records.foreign.json_files import json_rows
+from retrain.records.foreign.parquet import parquet_batches
 from retrain.records.foreign.table import CORRECT, Format, MetricFacts, Request, ResultRow
-from retrain.util.jsonl import Row
 
-Value = TypeVar("Value")
-
+ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 BATCH = 1 << 14  # Rows that are converted at a time
 
 
 def csv_batches(path: Path) -> Iterator[Batch]:
     """Yield the columns of a CSV or TSV file as texts. Raises UsageError, with the line, for a row with too many or too
     few values."""
-    lines = text_lines(path)
+    lines = _text_lines(path)
     first = next(lines, "")
-    unquoted = re.sub(r'"[^"]*"', "", first)
-    delimiter = max(",;\t", key=unquoted.count)
+    delimiter = max(",;\t", key=re.sub(r'"[^"]*"', "", first).count)
     reader = csv.reader(chain([first], lines), delimiter=delimiter, skipinitialspace=delimiter != "\t", strict=True)
     rows, numbers, begin = list[list[str]](), list[int](), 1
     try:
@@ -58,45 +52,7 @@ def csv_batches(path: Path) -> Iterator[Batch]:
     yield numbers, dict(zip(header, columns, strict=True))
 
 
-def jsonl_batches(path: Path) -> Iterator[Batch]:
-    """Yield the keys of JSON objects as columns, ``MISSING`` where an object lacks the key. Raises UsageError at a line
-    that is not a JSON object."""
-    numbered = ((number, line) for number, line in enumerate(text_lines(path), start=1) if not line.isspace())
-    names = dict[str, None]()
-    while lines := list(islice(numbered, BATCH)):
-        rows = _objects(path, lines)
-        names.update(dict.fromkeys(chain.from_iterable(rows)))
-        yield [number for number, _ in lines], {name: _cells(rows, name) for name in names}
-    yield [], {name: [] for name in names}
-
-
-def _objects(path: Path, lines: Sequence[tuple[int, str]]) -> list[Row]:
-    """Return the objects in numbered lines. They are parsed at once, which takes a third of the time, and line by line
-    if one of them is invalid."""
-    with suppress(ValueError, RecursionError):
-        rows = json.loads(f"[{','.join(line for _, line in lines)}]")
-        if len(rows) == len(lines) and all(isinstance(row, dict) for row in rows):
-            return rows
-    rows = list[Row]()
-    for number, line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}:{number}  is not JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise UsageError(f'{path}:{number}  is not an object such as {{"condition": "…", "value": 0.5}}')
-        rows.append(row)
-    return rows
-
-
-def _cells(rows: Sequence[Row], name: str) -> list[object]:
-    try:
-        return list(map(itemgetter(name), rows))
-    except KeyError:
-        return [row.get(name, MISSING) for row in rows]
-
-
-def text_lines(path: Path) -> Iterator[str]:
+def _text_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text file in UTF-8, without a byte-order mark."""
     number = 0
     try:
@@ -109,32 +65,48 @@ def text_lines(path: Path) -> Iterator[str]:
         raise NotReadable(path, error) from None
 
 
-def rows(path: Path, request: Request) -> Iterator[ResultRow]:
+def jsonl_batches(path: Path) -> Iterator[Batch]:
+    """Yield the keys of JSON objects as columns, None where an object lacks the key. Lines are parsed many at a time,
+    which takes a third of the time."""
+    numbered = ((number, line) for number, line in enumerate(_text_lines(path), start=1) if not line.isspace())
+    names = dict[str, None]()
+    while batch := list(islice(numbered, BATCH)):
+        lines, texts = zip(*batch, strict=True)
+        try:
+            rows = json.loads(f"[{','.join(texts)}]")
+        except (ValueError, RecursionError):
+            rows = []
+        if len(rows) != len(lines) or not all(isinstance(row, dict) for row in rows):
+            rows = [row for _, row in json_rows(path)]  # raises UsageError with the line
+        names.update(dict.fromkeys(chain.from_iterable(rows)))
+        yield lines, {name: [row.get(name) for row in rows] for name in names}
+
+
+def _batches(path: Path, request: Request) -> Iterator[Batch]:
+    if path.suffix.lower() == ".parquet":
+        return parquet_batches(path, request)
+    return csv_batches(path) if path.suffix.lower() in (".csv", ".tsv") else jsonl_batches(path)
+
+
+def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
     conversions = {field: Converted(convert) for field, convert in CONVERSIONS.items()}
-    filters = {name: Converted(partial(matches, wanted)) for name, wanted in request.where.items()}
     gaps, measured = dict[Sequence[object], ResultRow](), set[Sequence[object]]()
-    for lines, cells in batches(path, request):
+    for lines, cells in _batches(path, request):
         layout = layout_of(path, cells, request)
-        if layout.metric is not None and request.metric not in (None, layout.metric):
-            continue
-        masks = [filters[name].column(cells[name], path, name, lines) for name in filters]
-        if layout.metric is None and request.metric is not None:
-            masks.append([str(raw) == request.metric for raw in cells[layout.columns["metric"]]])
-        mask = list(map(all, zip(*masks, strict=True))) if masks else None
-        numbers = _selected(lines, mask)
-        columns = []
+        mask = _mask(cells, layout, request)
+        numbers, columns = list(compress(lines, mask)), []
         for field in FIELDS:
             if (name := layout.columns.get(field)) is not None:
-                columns.append(conversions[field].column(_selected(cells[name], mask), path, name, numbers))
+                columns.append(conversions[field].column(path, name, numbers, list(compress(cells[name], mask))))
             else:
                 columns.append(repeat(layout.metric if field == "metric" else ResultRow._field_defaults[field]))
-        made = map(ResultRow._make, zip(*columns, numbers, strict=False))
+        rows = map(ResultRow._make, zip(*columns, numbers, strict=False))
         if not layout.is_wide:
-            yield from made
+            yield from rows
             continue
-        for row, raw in zip(made, _selected(cells[layout.columns["value"]], mask), strict=True):
+        for row in rows:
             run = (row.condition, row.run, row.seed)
-            if row.problem is None and is_empty(raw):  # not measured at this step
+            if row.problem is None and row.value is None:  # not measured at this step
                 gaps[run] = row
             else:
                 measured.add(run)
@@ -142,29 +114,22 @@ def rows(path: Path, request: Request) -> Iterator[ResultRow]:
     yield from (row for run, row in gaps.items() if run not in measured)
 
 
-def _selected(values: Sequence[Value], mask: Sequence[bool] | None) -> Sequence[Value]:
-    return values if mask is None else list(compress(values, mask))
+def _mask(cells: Mapping[str, Sequence[object]], layout: Layout, request: Request) -> list[bool]:
+    """Return which rows are requested."""
+    if (column := layout.columns.get("metric")) is not None:
+        mask = [request.needs(str(raw)) for raw in cells[column]]
+    else:
+        mask = [request.needs(str(layout.metric))] * len(cells[layout.columns["value"]])
+    for name, value in request.where.items():
+        wanted = str(value).lower()
+        mask = [is_kept and str(as_text(raw)).lower() == wanted for is_kept, raw in zip(mask, cells[name], strict=True)]
+    return mask
 
-
-def batches(path: Path, request: Request) -> Iterator[Batch]:
-    if path.suffix.lower() == ".parquet":
-        return parquet_batches(path, request)
-    return csv_batches(path) if path.suffix.lower() in (".csv", ".tsv") else jsonl_batches(path)
-
-
-def columns_of(path: Path) -> list[str]:
-    if path.suffix.lower() == ".parquet":
-        return parquet_columns(path)
-    return list(next(batches(path, Request()))[1])
-
-
-ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 
 FORMAT = Format(
     tool="tables",
     patterns=tuple(f"*{ending}" for ending in ENDINGS),
     recognises=lambda path: path.suffix.lower() in ENDINGS,
-    rows=rows,
-    columns=columns_of,
+    rows=_rows,
     facts=lambda path: {CORRECT: MetricFacts(higher_is_better=True, unit="share")},
 )

@@ -15,7 +15,7 @@ import numpy as np
 
 from retrain.errors import UsageError
 from retrain.extras import is_installed, missing
-from retrain.records.foreign import numbers
+from retrain.records.foreign.json_files import numbers
 from retrain.records.foreign.table import Format, Request, ResultRow
 
 FILES = "events.out.tfevents.*"
@@ -38,10 +38,10 @@ def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
                 event = event_pb2.Event.FromString(content)  # pyright: ignore[reportAttributeAccessIssue] (made at import)
             except DecodeError as error:
                 raise _damaged(path, number) from error
-            scalars = list(_scalars(event, request.metric))
+            scalars = list(_scalars(event, request))
             if scalars and checksum != masked_crc32c(content):  # the checksum of a picture would take seconds
                 raise _damaged(path, number)
-            for metric, value in numbers(scalars, request.metric, str(path)):
+            for metric, value in numbers(scalars, request, str(path)):
                 if written.setdefault((metric, event.step), value) != value:
                     raise UsageError(
                         f"{path}, record {number}: {metric} has two values at step {event.step}. If a Trainer with "
@@ -65,13 +65,13 @@ def _records(file: BinaryIO, path: Path, crc: Callable[[bytes], int]) -> Iterato
         yield number, content, CHECKSUM.unpack(ending)[0]
 
 
-def _scalars(event: Any, metric: str | None) -> Iterator[tuple[str, float]]:
+def _scalars(event: Any, request: Request) -> Iterator[tuple[str, float]]:
     """Yield (tag, value). The value of a float32 is the shortest decimal that rounds to it: 0.3, not 0.30000001."""
     from tensorboard.util.tensor_util import make_ndarray
 
     for value in event.summary.value:
         kind = value.WhichOneof("value")
-        if metric not in (None, value.tag):
+        if not request.needs(value.tag):
             continue
         if kind == "simple_value":
             yield value.tag, float(str(np.float32(value.simple_value)))

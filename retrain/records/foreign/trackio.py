@@ -25,10 +25,9 @@ from retrain.records.foreign import (
     condition_and_seed,
     integer,
     is_recent,
-    numbers,
 )
 from retrain.records.foreign.table import HELDOUT_SET, Format, Request, ResultRow
-from retrain.records.foreign.trl import named_metrics, rows_by_step
+from retrain.records.foreign.trl import evaluations, rows_by_step
 from retrain.records.schema import layout
 from retrain.records.schema.base import Row
 
@@ -160,21 +159,18 @@ def _is_database(path: Path) -> bool:
 
 
 def _result_rows(path: Path, request: Request) -> Iterator[ResultRow]:
-    """Yield one row per run, step, set and metric. If a step was logged repeatedly, the last call counts: a resumed run
-    continues in the same table."""
+    """Yield one row per run, step, set and metric; a resumed run continues in the same table."""
     try:
         with _opened(path.absolute()) as database:
             for run, run_id, _ in _runs_in(database, path.parent):
-                rows = dict[tuple[str, str, int], ResultRow]()
-                for number, step, time, line in _logged(database, run_id):
-                    for name, key, content in named_metrics(line, EVALUATION):
-                        held_out = HELDOUT_SET if name in (None, layout.TRAIN) else name
-                        for metric, value in numbers([(key, content)], request.metric, f"{path}, row {number}"):
-                            rows[held_out, metric, step] = ResultRow(
-                                metric, value, step, held_out, condition=run.condition, run=run.name, seed=run.seed,
-                                time=time, line=number,
-                            )  # fmt: skip
-                yield from rows.values()
+                logged = list(_logged(database, run_id))
+                times = {number: time for number, _, time, _ in logged}
+                lines = ((number, step, line) for number, step, _, line in logged)
+                for row in evaluations(lines, request, path, EVALUATION):
+                    held_out = HELDOUT_SET if row.set == layout.TRAIN else row.set
+                    yield row._replace(
+                        set=held_out, condition=run.condition, run=run.name, seed=run.seed, time=times[row.line]
+                    )
     except (sqlite3.Error, OSError, ValueError, TypeError) as error:
         raise UsageError(f"{path} is no project of trackio ({first_line(error)}): name another file in path") from error
 

@@ -6,12 +6,12 @@ names in all these lines, such as ``eval_reward``. Only the key ``eval_<set>_run
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from retrain.errors import UsageError, first_line
-from retrain.files import read_json
-from retrain.records.foreign import NO_VERDICT, DirectoryReader, FindFile, ForeignRun, integer, numbers
+from retrain.errors import UsageError
+from retrain.records.foreign import NO_VERDICT, DirectoryReader, FindFile, ForeignRun, integer
+from retrain.records.foreign.json_files import json_document, numbers
 from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, Request, ResultRow
 from retrain.records.reader import read_object
 from retrain.records.schema import layout
@@ -19,7 +19,6 @@ from retrain.records.schema.base import Row, Values
 
 STATE = "trainer_state.json"
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,12})")
-REWARD = re.compile(r"eval_(reward|rewards/.+/mean)")
 PROGRESS = frozenset({"step", "epoch"})  # Keys of a line that are no metrics
 
 
@@ -36,9 +35,8 @@ class TrlReader(DirectoryReader):
             names = [name for entry in directory.iterdir() if CHECKPOINT.fullmatch(name := entry.name)]
         except OSError:
             return None
-        names.sort(key=lambda name: -int(name.partition("-")[2]))
-        last = next((path for name in names if (path := find(directory, f"{name}/{STATE}")) is not None), None)
-        return newest_state([path for path in (find(directory, STATE), last) if path is not None])
+        found = (find(directory, name) for name in (STATE, *(f"{name}/{STATE}" for name in names)))
+        return newest_state([path for path in found if path is not None])
 
     def progress(self, directory: Path, find: FindFile) -> tuple[int, int, int | None]:
         state = read_object(self.newest(directory, find))
@@ -53,29 +51,21 @@ class TrlReader(DirectoryReader):
         """Return the scalars of the trainer's state, and the configurations of the model and the adapter. The pickled
         training arguments are not read."""
         newest = self.newest(run.directory, find)
-        state = scalars(read_object(newest))
+        state = {key: value for key, value in read_object(newest).items() if not isinstance(value, list | dict)}
         folder = newest.parent if newest is not None else run.directory
         parts = {name: read_object(find(folder, f"{name}.json")) for name in ("config", "adapter_config")}
         return {"trainer_state": state, **{name: part for name, part in parts.items() if part}}
 
 
 def newest_state(files: Sequence[Path]) -> Path | None:
-    """Return the state with the most steps among those of one run: the output directory's, unless a checkpoint has
-    more steps."""
-    checkpoints = [path for path in files if CHECKPOINT.fullmatch(path.parent.name)]
-    last = max(checkpoints, key=_checkpoint_steps, default=None)
-    first = next((path for path in files if path not in checkpoints), last)
-    if first is None or last is None:
-        return first
-    return last if _checkpoint_steps(last) > integer(read_object(first).get("global_step")) else first
+    """Return the state with the most steps among those of one run. Of equal ones it is that of the output directory,
+    which a script saves after the last evaluation."""
 
+    def progress(path: Path) -> tuple[int, bool]:
+        match = CHECKPOINT.fullmatch(path.parent.name)
+        return int(match[1]) if match else integer(read_object(path).get("global_step")), match is None
 
-def _checkpoint_steps(path: Path) -> int:
-    return int(path.parent.name.partition("-")[2])
-
-
-def scalars(state: Values) -> Row:
-    return {key: value for key, value in state.items() if not isinstance(value, list | dict)}
+    return max(files, key=progress, default=None)
 
 
 def named_metrics(line: Values, prefix: str = "eval_") -> Iterator[tuple[str | None, str, object]]:
@@ -114,43 +104,29 @@ def steps_and_lines(history: object) -> Iterator[tuple[int, int, Row]]:
             yield number, step, line
 
 
-def _state(path: Path) -> Row:
-    """Return the trainer's state. Raises UsageError if the file has none."""
-    try:
-        state = read_json(path)
-        if not isinstance(state["log_history"], list):
-            raise TypeError("log_history is no list")
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        advice = "remove its checkpoint, or name another file in path"
-        raise UsageError(f"{path} is no state of a Trainer ({first_line(error)}): {advice}") from error
-    return state
-
-
-def _result_rows(path: Path, request: Request) -> Iterator[ResultRow]:
-    """Yield one row per step, set and metric. If a step was evaluated repeatedly, the last line counts."""
-    state, rows = _state(path), dict[tuple[str, str, int], ResultRow]()
-    done = 0 < integer(state.get("max_steps")) <= integer(state.get("global_step"))
-    for number, step, line in steps_and_lines(state["log_history"]):
-        where = f"{path}, entry {number} of log_history"
-        for name, key, content in named_metrics(line):
-            for metric, value in numbers([(key, content)], request.metric, where) if key not in PROGRESS else ():
-                held_out = name or HELDOUT_SET
-                row = ResultRow(metric, value, step, held_out, state="done" if done else "unfinished", line=number)
-                rows[held_out, metric, step] = row
+def evaluations(
+    lines: Iterable[tuple[int, int, Values]], request: Request, path: Path, prefix: str = "eval_"
+) -> Iterator[ResultRow]:
+    """Yield one row per step, set and metric of (number, step, line). If a step was logged repeatedly, the last line
+    counts."""
+    rows = dict[tuple[str, str, int], ResultRow]()
+    for number, step, line in lines:
+        for name, key, content in named_metrics(line, prefix):
+            for metric, value in numbers([(key, content)], request, f"{path}:{number}"):
+                if metric not in PROGRESS:
+                    held_out = name or HELDOUT_SET
+                    rows[held_out, metric, step] = ResultRow(metric, value, step, held_out, line=number)
     yield from rows.values()
 
 
-def _facts(path: Path) -> Mapping[str, MetricFacts]:
-    """Return that larger rewards are better; losses of GRPO say nothing."""
-    names = {
-        metric for _, _, line in steps_and_lines(_state(path)["log_history"]) for _, metric, _ in named_metrics(line)
-    }
-    return {name: MetricFacts(higher_is_better=True) for name in names if REWARD.fullmatch(name)}
-
-
-def _choose(files: Sequence[Path]) -> Sequence[Path]:
-    newest = newest_state(files)
-    return [] if newest is None else [newest]
+def _result_rows(path: Path, request: Request) -> Iterator[ResultRow]:
+    """Yield the numbers of the log; their line is the number of the entry in ``log_history``."""
+    state = json_document(path)
+    if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
+        raise UsageError(f"{path} is no state of a Trainer: remove its checkpoint, or name another file in path")
+    is_done = 0 < integer(state.get("max_steps")) <= integer(state.get("global_step"))
+    for row in evaluations(steps_and_lines(state["log_history"]), request, path):
+        yield row._replace(state="done" if is_done else "unfinished")
 
 
 FORMAT = Format(
@@ -158,7 +134,6 @@ FORMAT = Format(
     patterns=(STATE, f"checkpoint-*/{STATE}"),
     recognises=lambda path: path.name == STATE,
     rows=_result_rows,
-    choose=_choose,
-    facts=_facts,
-    config=lambda path: {"trainer_state": scalars(_state(path))},
+    choose=lambda files: [path for path in [newest_state(files)] if path is not None],
+    facts=lambda path: dict.fromkeys(("eval_reward", "eval_rewards/*"), MetricFacts(higher_is_better=True)),
 )

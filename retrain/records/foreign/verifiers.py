@@ -4,18 +4,16 @@ prime-rl writes the episodes of an evaluation twice: ``all``, and ``effective``,
 ``all`` is read, because the condition that fails more often would look better in the other.
 """
 
-import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from retrain.errors import UsageError
-from retrain.files import read_json_if_present
-from retrain.records.foreign.answers import json_rows, number
-from retrain.records.foreign.json_files import first_bytes
+from retrain.records.foreign.json_files import first_bytes, json_rows, number
 from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, Request, ResultRow
-from retrain.records.schema.base import Row, Values
+from retrain.records.reader import read_object
+from retrain.records.schema.base import Row
 
 REWARD = "reward"
 EPISODE = re.compile(rb'\s*\{"id": ?"[^"]*", ?"env": ?\{')
@@ -23,30 +21,37 @@ METRICS_ROW = re.compile(rb'\s*\{"step": \d+, "time": \d+(\.\d+)?, "')
 STEP = re.compile(r"step_(\d+)")
 AVERAGE = re.compile(r"eval/(?P<env>.+)/all/(?P<agent>[^/]+)/(?P<metric>avg@\d+)")
 CONFIGS = ("rl.json", "orchestrator.json", "trainer.json", "resolved/eval.json", "eval.json")
+EPISODES = "rollouts/step_*/eval/all/traces.jsonl"
 
 
-def recognises(path: Path) -> bool:
+def _recognises(path: Path) -> bool:
     start = METRICS_ROW if _has_numbers(path) else EPISODE
     return path.suffix == ".jsonl" and start.match(first_bytes(path)) is not None
 
 
-def choose(files: Sequence[Path]) -> Sequence[Path]:
+def _choose(files: Sequence[Path]) -> Sequence[Path]:
     """Leave out training, and the files without the episodes that have an error."""
-    chosen = [path for path in files if _of_step(path) is None or path.parts[-3:-1] == ("eval", "all")]
+    chosen = [path for path in files if _step_of(path) is None or path.parts[-3:-1] == ("eval", "all")]
     if files and not chosen:
-        raise UsageError(f"{files[0]} is not read: name the episodes of an evaluation, rollouts/step_*/eval/all/")
+        raise UsageError(f"{files[0]} is not read: name the episodes of an evaluation, {EPISODES}")
     return chosen
 
 
-def rows(path: Path, request: Request) -> Iterator[ResultRow]:
-    return _numbers(path) if _has_numbers(path) else _answers(path)
+def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
+    step = _step_of(path)
+    configs = (path.parent if step is None else path.parents[4]) / "configs"
+    # Seeds of parts, such as that of the inference, are not the run's
+    seeds = (seed for name in CONFIGS if isinstance(seed := read_object(configs / name).get("seed"), int))
+    seed = next(seeds, None)
+    for row in _numbers(path) if _has_numbers(path) else _answers(path, step):
+        yield row._replace(seed=seed)
 
 
 def _has_numbers(path: Path) -> bool:
     return path.name.endswith("metrics.jsonl")
 
 
-def _of_step(path: Path) -> int | None:
+def _step_of(path: Path) -> int | None:
     """Return N of ``rollouts/step_N/<kind>/<subset>/traces.jsonl``, None for other paths."""
     match = STEP.fullmatch(path.parts[-4]) if len(path.parts) > 3 else None
     return int(match[1]) if match else None
@@ -59,23 +64,20 @@ def _numbers(path: Path) -> Iterator[ResultRow]:
         agents = Counter(match["env"] for match, _ in found)
         for match, value in found:
             metric = match["metric"] if agents[match["env"]] == 1 else f"{match['agent']}/{match['metric']}"
-            average = number(value, f"{path}:{line}, {match[0]}")
+            average = number(value, f"{path}:{line}: {match[0]}")
             yield ResultRow(metric, average, row.get("step"), match["env"], time=row.get("time"), line=line)
 
 
-def _answers(path: Path) -> Iterator[ResultRow]:
-    step = _of_step(path)
-    samples: Counter[tuple[str, str]] = Counter()
+def _answers(path: Path, step: int | None) -> Iterator[ResultRow]:
     for line, episode in json_rows(path):
         try:
             task, env, value = episode["task"], episode["env"], _reward(episode)
             name, problem = str(env.get("name") or env["id"] or HELDOUT_SET), f"{task['key']}:{task['hash']}"
             time = min((trace["timing"]["start"] for trace in episode["traces"]), default=None)
         except (KeyError, TypeError, AttributeError):
-            raise UsageError(f"{path}:{line}  is not an episode of verifiers 0.4, with task, env and traces") from None
-        sample = samples[name, problem]
-        samples[name, problem] += 1
-        yield ResultRow(REWARD, value, step, name, problem, sample, time=time, line=line)
+            raise UsageError(f"{path}:{line} is not an episode of verifiers 0.4, with task, env and traces") from None
+        reward = number(value, f"{path}:{line}: {REWARD}")
+        yield ResultRow(REWARD, reward, step, name, problem, sample=None, time=time, line=line)
 
 
 def _reward(episode: Row) -> float | None:
@@ -83,31 +85,14 @@ def _reward(episode: Row) -> float | None:
     if not episode["ok"] or not all(trace["ok"] for trace in episode["traces"]):
         return None
     rewards = [reward for trace in episode["traces"] for reward in trace["rewards"].values() if reward]
-    total = sum(reward["score"] * reward["weight"] for reward in rewards)
-    return total if rewards and math.isfinite(total) else None
-
-
-def config(path: Path) -> Values:
-    """Return the settings in ``configs/`` of the run. Seeds of parts, such as that of the inference, are not the run's
-    seed."""
-    directory = path.parents[4] if _of_step(path) is not None else path.parent
-    configs = (read_json_if_present(directory / "configs" / name) for name in CONFIGS)
-    return next((config for config in configs if isinstance(config, dict)), {})
-
-
-def facts(path: Path) -> Mapping[str, MetricFacts]:
-    return {"avg@*": MetricFacts(True)} if _has_numbers(path) else {REWARD: MetricFacts(True, "number")}
+    return sum(reward["score"] * reward["weight"] for reward in rewards) if rewards else None
 
 
 FORMAT = Format(
-    "verifiers and prime-rl",
-    (
-        "rollouts/step_*/eval/all/traces.jsonl", "traces.jsonl", "metrics.jsonl",
-        "**/rollouts/step_*/eval/all/traces.jsonl", "**/traces.jsonl", "**/metrics.jsonl",
-    ),
-    recognises,
-    rows,
-    choose=choose,
-    facts=facts,
-    config=config,
-)  # fmt: skip
+    tool="verifiers and prime-rl",
+    patterns=(EPISODES, "traces.jsonl", "metrics.jsonl", f"**/{EPISODES}", "**/traces.jsonl", "**/metrics.jsonl"),
+    recognises=_recognises,
+    rows=_rows,
+    choose=_choose,
+    facts=lambda path: {"avg@*": MetricFacts(True), REWARD: MetricFacts(True, "number")},
+)

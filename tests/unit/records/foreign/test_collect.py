@@ -155,14 +155,6 @@ def test_one_table_holds_many_runs(write, gather):
     assert [table.name for table in tables] == ["grpo seed 1", "grpo seed 2", "rloo seed 1", "rloo seed 2"]
 
 
-def test_the_section_names_what_path_and_rows_do_not(write, gather):
-    write("a.jsonl", row(0.5))
-
-    (table,) = gather(Results(path="a.jsonl", format="own_reader:rows", condition="grpo", seed=4))
-
-    assert (table.condition, table.seed) == ("grpo", 4)
-
-
 @pytest.mark.parametrize(
     ("compare", "kept"),
     [
@@ -233,26 +225,34 @@ def test_the_state_is_the_worst_that_a_row_tells(write, gather):
     assert gather("grpo_s1.jsonl")[0].state == "unfinished"
 
 
-def test_the_path_wins_over_the_name_of_a_model(write, gather, tool):
-    write("grpo/seed1/eval.jsonl", row(0.5, condition="org/model"))
-    with pytest.raises(UsageError, match=r"eval.jsonl:1: the path names the condition grpo, and the file org/model"):
-        gather(Results(path="{condition}/seed{seed}"))
+def test_path_and_section_name_a_run_before_its_rows_do(write, gather):
+    write("grpo/20_seed1.jsonl", row(0.5, condition="org/model", seed=7, set="other", step=3))
 
-    tool(names_models=True)
+    (table,) = gather("{condition}/{step}_seed{seed}.jsonl")
+    entry = Results(path="grpo/*.jsonl", format="own_reader:rows", condition="rloo", seed=2)
+    (of_section,) = gather(entry)
 
-    assert gather(Results(path="{condition}/seed{seed}"))[0].condition == "grpo"
+    assert (table.condition, table.seed, numbers(table)) == ("grpo", 1, {20: 0.5})
+    assert (of_section.condition, of_section.seed, numbers(of_section)) == ("rloo", 2, {3: 0.5})
+
+
+def test_answers_without_a_number_are_numbered_in_every_file(write, gather):
+    for name in ("1.jsonl", "2.jsonl"):
+        write(f"grpo_s1/{name}", *[row(value, problem="a", sample=None) for value in (1.0, 0.0, 1.0)])
+
+    (table,) = gather("{condition}_s{seed}/*.jsonl")
+
+    assert answers(table) == {10: {"a": [1.0, 0.0, 1.0]}}  # the second file repeats the first
 
 
 @pytest.mark.parametrize(
     ("files", "pattern", "message"),
     [
         ({}, "{condition}/x.jsonl", r"nothing matches {condition}/x.jsonl: .*own_reader.py is a file"),
-        ({"a/val": []}, "a/vals/x", r"^a/vals/x is not a directory or file: .*a has no vals, did you mean val\?"),
+        ({"a/val": []}, "a/vals/x", r"^nothing matches a/vals/x: .*a has no vals; did you mean val\?"),
         ({"grpo_s1.jsonl": [row(0.5)]}, "{condition}_s{sed}.jsonl", r"{sed} is not a placeholder; there are"),
         ({"x/grpo_s1.jsonl": [row(0.5)], "y/grpo_s1.jsonl": [row(0.5)]}, "*/*.jsonl",
          r"two runs of grpo with seed 1: .*x/grpo_s1.jsonl and .*y/grpo_s1.jsonl"),
-        ({"grpo_s1.jsonl": [row(0.5, seed=2)]}, "{condition}_s{seed}.jsonl",
-         "grpo_s1.jsonl:1: the path names the seed 1, and the file 2"),
         ({"grpo_s1.jsonl": [row(0.5), row(0.6)]}, "*.jsonl",
          r"grpo_s1.jsonl:1 and .*grpo_s1.jsonl:2 have different values of acc .*step 10\)"),
         ({"grpo_s1.jsonl": [row(0.5, problem="p"), row(0.6, problem="p")]}, "*.jsonl", "problem p, answer 0"),
@@ -262,7 +262,6 @@ def test_the_path_wins_over_the_name_of_a_model(write, gather, tool):
          "2 metrics; name one: --metric acc, --metric score"),
         ({"grpo_s1.jsonl": [row(0.5, set="a"), row(0.5, set="b")]}, "*.jsonl",
          "2 metrics; name one: --metric a/acc, --metric b/acc"),
-        ({"grpo_s1.jsonl": [row(0.5, sample=-1, problem="p")]}, "*.jsonl", "grpo_s1.jsonl:1: sample -1"),
         ({"grpo_s1.jsonl": []}, "*.jsonl", "no results in .*grpo_s1.jsonl"),
     ],
 )  # fmt: skip

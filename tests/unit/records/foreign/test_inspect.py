@@ -11,7 +11,7 @@ import pytest
 
 from retrain.errors import MissingExtra, UsageError
 from retrain.records.foreign.inspect_log import FORMAT
-from retrain.records.foreign.table import MetricFacts, Request
+from retrain.records.foreign.table import Request
 
 if sys.version_info >= (3, 14):
     import zipfile
@@ -50,48 +50,27 @@ def test_answers_and_numbers_of_the_run_have_one_name(path):
 
 
 @both
-@pytest.mark.parametrize("alias", ["match", "accuracy"])
-def test_scorer_and_metric_alone_are_aliases(path, alias):
-    rows = list(FORMAT.rows(path, Request(alias)))
-    assert [row.value for row in rows] == [row.value for row in FORMAT.rows(path, Request("match/accuracy"))]
-    assert {row.metric for row in rows} == {alias}
-    assert FORMAT.facts(path)[alias] == MetricFacts(True, "share")
-
-
-@both
-def test_alias_of_two_metrics_is_refused(path):
-    with pytest.raises(UsageError, match="digits/mean or length/mean"):
-        list(FORMAT.rows(path, Request("mean")))
-
-
-@both
 def test_epochs_are_answers_to_one_problem_and_no_seeds(path):
-    rows = [row for row in FORMAT.rows(path, Request("match")) if row.problem is not None]
+    rows = [row for row in FORMAT.rows(path, Request("match/accuracy")) if row.problem is not None]
     assert sorted(row.sample for row in rows) == [0, 0, 0, 1, 1, 1]
     assert len({row.problem for row in rows}) == 3
     assert {row.seed for row in rows} == {3}
 
 
 def test_problems_are_the_same_in_both_kinds_of_log():
-    of_archive, of_document = ({row.problem for row in FORMAT.rows(path, Request("match"))} for path in LOGS)
+    of_archive, of_document = ({row.problem for row in FORMAT.rows(path, Request("match/accuracy"))} for path in LOGS)
     assert of_archive == of_document
 
 
-def test_long_texts_give_the_same_problem_as_their_summaries(tmp_path):
-    """Summaries end after 5120 characters and have no images (log/_util.py, ``thin_input``)."""
-    text, image = "a" * 6000, {"type": "image", "image": "data:…"}
+def test_ids_of_messages_do_not_belong_to_the_problem(tmp_path):
+    """inspect makes the ids of messages anew for every evaluation (model/_chat_message.py)."""
 
-    def give(content, texts):
-        for sample in content["samples"]:
-            sample["input"] = [{"id": "x", "role": "user", "content": texts}]
+    def problems(identity, text="2+3=?"):
+        message = {"id": identity, "role": "user", "content": text}
+        path = changed(tmp_path, lambda content: [sample.update(input=[message]) for sample in content["samples"]])
+        return {row.problem for row in FORMAT.rows(path, Request("match/accuracy"))}
 
-    def problems(texts):
-        path = changed(tmp_path, lambda content: give(content, texts))
-        return {row.problem for row in FORMAT.rows(path, Request("match"))}
-
-    summary = [{"type": "text", "text": text[:5120] + "...\n(content truncated)"}, {"type": "text", "text": "(Image)"}]
-    assert problems([{"type": "text", "text": text}, image]) == problems(summary)
-    assert problems([{"type": "text", "text": "b"}, image]) != problems(summary)
+    assert problems("x") == problems("y") != problems("x", "4+4=?")
 
 
 @pytest.mark.parametrize(
@@ -111,8 +90,8 @@ def test_grades(tmp_path, value, grade):
 
 def test_failed_evaluation_has_its_answers_and_its_state():
     path = DATA / "failed.json"
-    assert answers(path, "match") == [1, None, None]
-    assert FORMAT.config(path)["state"] == "failed"
+    assert answers(path, "match/accuracy") == [1, None, None]
+    assert {row.state for row in FORMAT.rows(path, Request())} == {"failed"}
 
 
 @pytest.mark.parametrize("status", ["started", "cancelled"])
@@ -128,7 +107,7 @@ def test_archive_that_was_not_completed(tmp_path):
         for name in ("_journal/start.json", "_journal/summaries/1.json"):
             copy.writestr(name, source.read(name))
 
-    rows = list(FORMAT.rows(tmp_path / "cut.eval", Request("match")))
+    rows = list(FORMAT.rows(tmp_path / "cut.eval", Request("match/accuracy")))
     assert [row.value for row in rows] == [1, 1]
     assert {(row.condition, row.state) for row in rows} == {("grpo", "unfinished")}
 
@@ -141,10 +120,7 @@ def test_retried_evaluation_is_read_once(tmp_path):
 
 def test_condition_is_the_model_unless_metadata_or_tags_name_it(tmp_path):
     def give(metadata, tags):
-        path = changed(tmp_path, lambda content: content.update(metadata=metadata, tags=tags))
-        content = json.loads(path.read_text())
-        content["eval"] |= {"metadata": metadata, "tags": tags}
-        path.write_text(json.dumps(content))
+        path = changed(tmp_path, lambda content: content["eval"].update(metadata=metadata, tags=tags))
         return {(row.condition, row.seed) for row in FORMAT.rows(path, Request())}
 
     assert give({}, []) == {("mockllm/model", None)}

@@ -50,23 +50,8 @@ def test_each_document_is_graded_once_for_a_filter():
     assert [row.problem for row in flexible] == [row.problem for row in rows]
 
 
-@pytest.mark.parametrize("path", [RESULTS, SAMPLES], ids=["results", "samples"])
-def test_metric_without_a_filter_is_refused_if_there_are_two(path):
-    with pytest.raises(UsageError, match="exact_match,strict or exact_match,flexible"):
-        list(FORMAT.rows(path, Request("exact_match")))
-
-
-def test_metric_without_a_filter_is_read_if_there_is_one(tmp_path):
-    run = changed(tmp_path, results={"sums": {"alias": "sums", "exact_match,strict": 0.5}})
-    answers = samples(tmp_path, filter_name="strict")
-
-    assert [(row.metric, row.value) for row in FORMAT.rows(run, Request("exact_match"))] == [("exact_match", 0.5)]
-    assert [row.value for row in FORMAT.rows(answers, Request("exact_match"))] == [0, 1, 0]
-
-
 def test_seeds_of_the_evaluation_are_no_seeds_of_the_run():
     assert {row.seed for path in (RESULTS, SAMPLES) for row in FORMAT.rows(path, Request())} == {None}
-    assert "seed" not in FORMAT.config(RESULTS)
 
 
 def test_texts_are_no_numbers(tmp_path):
@@ -85,13 +70,9 @@ def test_answer_without_a_grade_is_kept(tmp_path):
 
 
 def test_directions_are_in_the_file(tmp_path):
-    found = FORMAT.facts(SAMPLES)
-    assert found["exact_match,*"] == found["exact_match"] == MetricFacts(True, "share")
-
-    directions = {"a": {"acc": True, "perplexity": False}, "b": {"acc": False}}
-    found = FORMAT.facts(changed(tmp_path, higher_is_better=directions))
-    assert found["perplexity,*"] == MetricFacts(False)
-    assert found["acc,*"].higher_is_better is None
+    assert FORMAT.facts(SAMPLES) == {"exact_match,*": MetricFacts(True)}
+    found = FORMAT.facts(changed(tmp_path, higher_is_better={"a": {"acc": True, "perplexity": False}}))
+    assert found == {"acc,*": MetricFacts(True), "perplexity,*": MetricFacts(False)}
 
 
 def test_answers_without_the_file_of_the_run(tmp_path):
@@ -112,5 +93,5 @@ def test_damaged_line_is_named(tmp_path):
     path = tmp_path / SAMPLES.name
     first = SAMPLES.read_text().splitlines()[0]
     path.write_text(f'{first}\n{{"doc_id": 1, "doc": {{}}}}\n')
-    with pytest.raises(UsageError, match=r"jsonl:2  lacks doc_id, doc_hash, filter or metrics"):
+    with pytest.raises(UsageError, match=r"jsonl:2 lacks doc_id, doc_hash, filter or metrics"):
         list(FORMAT.rows(path, Request()))

@@ -69,13 +69,12 @@ def test_correct_column_is_the_metric_of_answers_that_are_right_or_wrong(read: R
 
 
 def test_column_named_by_the_metric_is_the_value(read: Reader):
-    content = "condition,seed,step,loss,acc\ngrpo,1,0,0.9,0.25\ngrpo,1,10,0.8,\ngrpo,1,20,0.7,nan\nrloo,1,20,0.7,\n"
+    content = "condition,seed,step,loss,acc\ngrpo,1,0,0.9,0.25\ngrpo,1,10,0.8,\nrloo,1,20,0.7,\n"
 
     rows = read(content, request=Request("acc"))
 
     assert [(row.condition, row.metric, row.step, row.value) for row in rows] == [
         ("grpo", "acc", 0, 0.25),
-        ("grpo", "acc", 20, None),
         ("rloo", "acc", 20, None),  # a run without any value
     ]
 
@@ -117,12 +116,12 @@ def test_times_that_are_no_dates_are_none_and_milliseconds_are_refused(read: Rea
         ("r.csv", "metric,value,seed\nacc,1,1.5\n", 'r.csv:2  column "seed" holds "1.5", which is no whole number'),
         ("r.csv", "metric,value\nacc,inf\n", 'r.csv:2  column "value" holds "inf", which is not finite'),
         ("r.csv", "metric,value\nacc,1,2\n", "r.csv:2  has 3 values, and the first line names 2 columns"),
-        ("r.csv", "metric,value,state\nacc,1,ok\n", 'r.csv:2  column "state" holds "ok", which is no state: done, fin'),
+        ("r.csv", "metric,value,state\nacc,1,ok\n", 'r.csv:2  column "state" holds "ok", which is no state: done, fai'),
         ("r.csv", "method,acc\ngrpo,1\n", 'has no column "value"; it has method, acc. Name the right one under [[res'),
         ("r.csv", b"metric,value\nacc,\xff\n", "r.csv:2  is not UTF-8 (byte 5 of the line)"),
         ("r.csv", "", 'has no column "value"; it has none'),
-        ("r.jsonl", '{"value": 1, "metric": "acc"}\n\n{"value": \n', "r.jsonl:3  is not JSON: Expecting value"),
-        ("r.jsonl", "[1]\n", "r.jsonl:1  is not an object"),
+        ("r.jsonl", '{"value": 1, "metric": "acc"}\n\n{"value": \n', "r.jsonl:3 is no JSON object (Expecting value"),
+        ("r.jsonl", "[1]\n", "r.jsonl:1 is no JSON object"),
         ("r.jsonl", '{"value": [1], "metric": "acc"}\n', 'r.jsonl:1  column "value" holds "[1]", which is no number'),
         ("r.parquet", "metric,value\n", "r.parquet cannot be read as Parquet"),
     ],
@@ -139,60 +138,53 @@ def test_missing_column_is_refused_with_the_line_to_type(read: Reader):
         read("method,value\ngrpo,1\n", request=Request(columns={"condition": "algorithm"}))
 
     assert 'has no column "algorithm"; it has method, value' in str(caught.value)
-    assert 'such as columns = { condition = "method" }' in str(caught.value)
+    assert 'such as columns = { condition = "NAME" }' in str(caught.value)
 
 
-def test_table_without_a_condition_is_refused_with_its_columns(tmp_path: Path):
+def test_table_without_a_condition_is_refused_with_the_line_to_type(tmp_path: Path):
     path = tmp_path / "results.csv"
     path.write_text("method,value\ngrpo,1\n")
 
-    with pytest.raises(UsageError, match=r'write under .* or, of method, value, columns = { condition = "method" }'):
+    with pytest.raises(UsageError, match=r'write under .* or, for a table, columns = { condition = "NAME OF'):
         collect([Results(path=str(path), format="table")], Compare(), tmp_path)
 
 
-def test_parquet_reads_the_ends_of_each_run_alone(tmp_path: Path):
-    steps = [0, 10, 20, 30, 0, 10]
+def test_parquet_reads_the_steps_alone_that_a_run_needs(tmp_path: Path):
+    steps = [0.0, 10.0, 20.0, 30.0, 0.0, 10.0, 20.0, None]
     columns = {
-        "condition": ["grpo"] * 4 + ["rloo"] * 2,
-        "seed": [1.0, 1.0, 1.0, 1.0, None, None],
+        "condition": ["grpo"] * 4 + ["rloo"] * 4,
+        "seed": [1.0, 1.0, 1.0, 1.0, None, None, None, None],
         "step": steps,
-        "metric": ["acc"] * 6,
-        "value": [0.1, float("nan"), 0.3, 0.4, 0.5, 0.6],
-        "problem": [7] * 6,
-        "split": ["test"] * 3 + ["train"] + ["test"] * 2,
+        "metric": ["acc"] * 8,
+        "value": [0.1, 0.2, float("nan"), 0.4, 0.5, 0.6, 0.7, 0.8],
+        "problem": [7] * 8,
+        "split": ["test"] * 3 + ["train"] + ["test"] * 4,
     }
     path = parquet(tmp_path / "r.parquet", columns, row_group_size=2)
     rows = format_of("table").rows
 
     ends = list(rows(path, Request("acc", "ends", where={"split": "test"})))
-    last = list(rows(path, Request("acc", "last3")))
+    until = list(rows(path, Request("acc", "ends", last_step=10)))
 
     assert [(row.condition, row.seed, row.step, row.value, row.line) for row in ends] == [
         ("grpo", 1, 0, 0.1, 1),
-        ("grpo", 1, 20, 0.3, 3),
+        ("grpo", 1, 20, None, 3),
         ("rloo", None, 0, 0.5, 5),
-        ("rloo", None, 10, 0.6, 6),
+        ("rloo", None, 20, 0.7, 7),
+        ("rloo", None, None, 0.8, 8),
     ]
-    assert [row.step for row in last] == steps
-    assert {row.problem for row in last} == {"7"}
+    assert [row.step for row in until] == [0, 10, 20, 30, 0, 10, 20, None]
+    assert [row.step for row in rows(path, Request("acc", "last3"))] == [0, 10, 20, 30, 0, 10, 20, None]
+    assert {row.problem for row in until} == {"7"}
     assert list(rows(path, Request("loss"))) == []
 
 
 def test_wide_parquet_table_has_the_steps_with_a_value(tmp_path: Path):
-    path = parquet(tmp_path / "r.parquet", {"step": [0, 10, 20, 30], "eval/acc": [None, 0.2, 0.3, None]})
+    path = parquet(tmp_path / "r.parquet", {"step": ["0", "10", "20", "30"], "eval/acc": [None, 0.2, 0.3, None]})
 
-    rows = list(format_of("table").rows(path, Request(None, "ends", column="eval/acc")))
+    rows = list(format_of("table").rows(path, Request("eval/acc", "ends")))
 
     assert [(row.step, row.value) for row in rows] == [(10, 0.2), (20, 0.3)]
-
-
-def test_parquet_reads_the_ends_up_to_the_last_step_that_is_needed(tmp_path: Path):
-    columns = {"metric": ["acc"] * 4, "step": ["0", "10", "20", "30"], "value": [1, 2, 3, 4]}
-    path = parquet(tmp_path / "r.parquet", columns)
-
-    rows = list(format_of("table").rows(path, Request("acc", "ends", last_step=20)))
-
-    assert [(row.step, row.value) for row in rows] == [(0, 1.0), (20, 3.0)]
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

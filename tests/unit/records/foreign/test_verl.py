@@ -2,9 +2,7 @@
 verl/trainer/ppo/v1/trainer_base.py) with uids as line 193 of v1/agent_loop_tq.py makes them, verl/grpo_s1.jsonl by
 ``FileLogger`` (verl/utils/tracking.py, line 529). The rest of the package imports Ray and a server."""
 
-import json
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,13 +21,11 @@ def rows(path: Path, metric: str | None = None) -> list[ResultRow]:
 
 def test_one_grade_for_each_session_and_metric():
     found = rows(ANSWERS, "acc")
-    assert {row.step for row in found} == {20}
-    assert {row.set for row in found} == {"heldout"}
+    assert {(row.step, row.set, row.sample) for row in found} == {(20, "heldout", None)}
     grades = {problem: sorted(str(row.value) for row in found if row.problem == problem)
               for problem in {row.problem for row in found}}  # fmt: skip
     assert sorted(grades.values()) == [["0.0", "1.0"], ["0.0", "1.0"], ["0.0", "None"]]
     assert all(len(problem or "") == 16 for problem in grades)
-    assert Counter((row.problem, row.sample) for row in found).most_common(1)[0][1] == 1
     assert {row.metric for row in rows(ANSWERS)} == {"acc", "score", "reward"}
     assert FORMAT.recognises(ANSWERS)
     assert FORMAT.facts(ANSWERS)["acc"].unit == "share"
@@ -39,16 +35,6 @@ def test_of_several_outputs_of_a_session_the_last_counts_for_the_problem_of_the_
     lines = {row.line for row in rows(ANSWERS, "acc")}
     assert lines == {1, 2, 3, 4, 5, 7}  # lines 6 and 7 are outputs 0 and 1 of one session
     assert len({row.problem for row in rows(ANSWERS) if row.line in (5, 7)}) == 1
-
-
-def test_neither_the_order_of_lines_nor_the_random_uids_change_the_table(tmp_path):
-    lines = ANSWERS.read_text().splitlines()
-    uids = sorted({json.loads(line)["uid"].partition("_")[0] for line in lines})
-    text = "\n".join(reversed(lines)) + "\n"
-    for uid, other in zip(uids, ("zzz", "0", "aaa"), strict=True):
-        text = text.replace(uid, other)
-    (path := tmp_path / "20.jsonl").write_text(text)
-    assert [row._replace(line=0) for row in rows(path)] == [row._replace(line=0) for row in rows(ANSWERS)]
 
 
 def test_the_step_of_a_file_whose_lines_have_none_is_in_its_name(tmp_path):
