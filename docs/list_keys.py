@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from retrain.config.base import ActiveIf, Section
 from retrain.config.campaign import Condition
+from retrain.config.comparing import Compare, Results
 from retrain.config.describe import default_of, field_expected, toml
 from retrain.config.modes import MODES
 from retrain.config.root import lists, sections
@@ -65,6 +66,12 @@ MODES_INTRODUCTION = """\
 A is the advantage of a completion, r its reward, h the uncertainty of a token, ρ the importance ratio, sg stops the
 gradient. [Algorithms](algorithms.md) has more about each."""
 
+COMPARISON_INTRODUCTION = """\
+## Comparison files
+
+A file with `[[results]]` describes results of other tools for [`retrain compare`](compare.md). It has no other sections
+than these two, and `retrain check FILE` tells its mistakes."""
+
 
 def configuration_markdown() -> str:
     parts = [INTRODUCTION]
@@ -76,6 +83,8 @@ def configuration_markdown() -> str:
             if lists_of[0].partition(".")[0] == name:
                 heading = ", ".join(f"[[{each}]]" for each in lists_of)
                 parts.append(f"### {heading}\n\n{_text(table)}\n\n{_table(table)}")
+    parts.append(f"{COMPARISON_INTRODUCTION}\n\n### [compare]\n\n{_table(Compare)}")
+    parts.append(f"### [[results]]\n\n{_table(Results)}")
     return "\n".join(parts)
 
 

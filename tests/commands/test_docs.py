@@ -4,7 +4,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from helpers.campaigns import FENCE, PAGES, blocks
 
 from retrain.cli.app import FUNCTIONS, command_of
 from retrain.config import load
+from retrain.config.comparing import is_comparison_file, load_comparison
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,13 +27,18 @@ def command_lines() -> Iterator[Any]:
                     yield pytest.param(part.strip().removeprefix("$ "), id=f"{block.id} {part.strip()}")
 
 
+def load_any(file: Path, sets: Sequence[str] = ()) -> None:
+    """Load a file of runs or a comparison file. Raises ConfigError for its mistakes."""
+    load_comparison(file, sets) if is_comparison_file(file) else load(file, sets)
+
+
 def test_snippets_load(tmp_path):
     for text in blocks("python"):
         ast.parse(text.values[0], text.id)
     file = tmp_path / "snippet.toml"
     for text in blocks("toml"):
         file.write_text(text.values[0], encoding="utf-8")
-        load(file)
+        load_any(file)
 
 
 def test_the_oracles_that_are_named_exist():
@@ -55,7 +61,7 @@ def test_commands_exist(line):
         if words[1:] != ["--version"]:
             given = command_of(words[1]).make_context(words[1], words[2:]).params
             if str(given.get("file") or "").startswith(("campaigns/", "docs/examples/")):
-                load(ROOT / given["file"], given.get("sets") or ())
+                load_any(ROOT / given["file"], given.get("sets") or ())
     elif words[0] == "python":
         named = {match[1] for block in blocks("python") if (match := re.match(r"# (\S+\.py)\n", block.values[0]))}
         assert words[1].startswith("-") or words[1] in named or (ROOT / words[1]).is_file()
