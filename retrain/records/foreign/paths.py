@@ -1,5 +1,7 @@
 """Find the files of runs: from a file, a directory or a pattern with placeholders to the files of each run."""
 
+import errno
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -173,10 +175,10 @@ def _expression(part: str, values: Mapping[str, str], pattern: str) -> re.Patter
 
 
 def _entries(directory: Path, hidden: bool = False) -> list[str]:
+    if not directory.is_dir():  # a file, or a symbolic link to nothing
+        return []
     try:
         names = sorted(entry.name for entry in directory.iterdir())
-    except NotADirectoryError:
-        return []
     except OSError as error:
         raise NotReadable(directory, error) from error
     return [name for name in names if hidden or not name.startswith(".")]
@@ -209,9 +211,13 @@ def _runs_of_files(entry: Results, matched: Sequence[Match], known: Format | Non
 
 
 def _runs_of_directory(entry: Results, match: Match, known: Format | None, is_run: bool) -> list[RunFiles]:
-    """Return the run whose directory this is, else a run for each of its subdirectories. With ``is_run``, or if its
+    """Return the run whose directory this is, or one for each of its files if they are named by seeds, else a run for
+    each of its subdirectories. With ``is_run``, or if its
     name has a seed, a directory without results is a run too, which has no files."""
     if run := _run_of_directory(entry, match, known, nested=False):
+        paths = [file.path for file in run.files]
+        if run.seed is None and len(paths) > 1 and all(_name_with_seed(path.with_suffix("")) for path in paths):
+            return _runs_of_files(entry, [Match(path, match.values) for path in paths], run.format)
         return [run]
     inside = [Match(match.path / name, match.values) for name in _entries(match.path)]
     runs = [
@@ -238,6 +244,8 @@ def _run_of_directory(entry: Results, match: Match, known: Format | None, nested
     for each in [known] if known else map(format_of, FORMATS):
         patterns = [pattern for pattern in each.patterns if nested or "**" not in pattern]
         paths = sorted({path for pattern in patterns for path in match.path.glob(pattern) if path.is_file()})
+        if refused := next((path for path in paths if not os.access(path, os.R_OK)), None):
+            raise NotReadable(refused, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
         if files := [ResultFile(path) for path in paths if known or each.recognises(path)]:
             return replace(_directory(entry, match), files=files, format=each)
     return None

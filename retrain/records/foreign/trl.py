@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from retrain.errors import UsageError, first_line
+from retrain.errors import NotReadable, UsageError, first_line
 from retrain.files import read_json
 from retrain.records.foreign import NO_VERDICT, DirectoryReader, FindFile, ForeignRun, integer, numbers
 from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, Request, ResultRow
@@ -120,7 +120,9 @@ def _state(path: Path) -> Row:
         state = read_json(path)
         if not isinstance(state["log_history"], list):
             raise TypeError("log_history is no list")
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise NotReadable(path, error) from None
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         advice = "remove its checkpoint, or name another file in path"
         raise UsageError(f"{path} is no state of a Trainer ({first_line(error)}): {advice}") from error
     return state

@@ -243,6 +243,37 @@ def test_the_path_wins_over_the_name_of_a_model(write, gather, tool):
     assert gather(Results(path="{condition}/seed{seed}"))[0].condition == "grpo"
 
 
+def test_files_that_are_named_by_seeds_are_a_run_each(write, gather, tool):
+    """verl's logger writes ``<project>/<experiment>.jsonl``."""
+    tool(patterns=("*.jsonl",))
+    write("project/eval_grpo_s1.jsonl", row(0.5))
+    write("project/eval_grpo_s2.jsonl", row(0.6))
+
+    tables = gather(Results(path="project"))
+
+    assert [(table.condition, table.seed, numbers(table)) for table in tables] == [
+        ("eval_grpo", 1, {10: 0.5}),
+        ("eval_grpo", 2, {10: 0.6}),
+    ]
+
+
+def test_links_to_nothing_or_in_circles_are_no_runs(write, gather, tmp_path):
+    write("out/grpo/seed1.jsonl", row(0.5))
+    for link, target in (("latest", tmp_path / "gone"), ("circle", "circle"), ("up", "..")):
+        (tmp_path / "out" / link).symlink_to(target)
+
+    assert len(gather("out/{condition}/seed{seed}.jsonl")) == 1
+
+
+def test_a_file_without_read_permission_is_not_left_out(write, gather, tool, monkeypatch):
+    write("grpo_s1/eval_1.jsonl", row(0.5))
+    secret = write("grpo_s1/eval_2.jsonl", row(0.6))
+    monkeypatch.setattr(paths.os, "access", lambda path, mode: path != secret)
+
+    with pytest.raises(UsageError, match=r"eval_2.jsonl cannot be read: permission denied"):
+        gather(Results(path="grpo_s1"))
+
+
 @pytest.mark.parametrize(
     ("files", "pattern", "message"),
     [
