@@ -1,6 +1,5 @@
 """One run's values of the deciding metric, from the table of another tool's results."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -16,6 +15,7 @@ Grades = Mapping[str, Sequence[float | None]]  # By problem
 SAME = 1e-6  # Tolerance for the tool's own number
 SINGLE = 1e-7  # Relative rounding error of float32, which some tools write
 MOST_DECIMALS = 6
+LARGEST = 1e100  # The squares of larger values overflow
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def same_problems(runs: Sequence[TableRun], *, common: bool) -> tuple[list[Table
 
 
 def require_possible_values(runs: Sequence[TableRun], measure: Measure) -> None:
-    """Raise UsageError for an infinite value, or a share outside [0, 1]."""
+    """Raise UsageError for a value that is infinite or too large to compute with, or a share outside [0, 1]."""
     for run in runs:
         for step in run.steps:
             grades = chain.from_iterable(run.answers.get(step, {}).values())
@@ -190,7 +190,7 @@ def require_possible_values(runs: Sequence[TableRun], measure: Measure) -> None:
             least, most = min(values, default=0.0), max(values, default=0.0)
             value = least if least < -SAME else most
             place = f"{run.path}: {measure.key} of {run.name} is {value:g} at step {step}"
-            if not (math.isfinite(least) and math.isfinite(most)):
+            if max(-least, most) > LARGEST:
                 raise UsageError(f"{place}: leave out this run, or take another metric")
             if measure.is_share and not -SAME <= value <= 1 + SAME:
                 percent = ", or divide values from 0 to 100 by 100" if 0 <= value <= 100 else ""

@@ -132,6 +132,8 @@ def _comparing(
     runs have one condition and seed."""
     if compare.replicate == "none":
         return "models"
+    if len(labels) == 1:
+        return "pairs"
     seeds = [[table.seed for table in tables if table.condition == label] for label in labels]
     if all(len(of_label) <= 1 for of_label in seeds) and len(compare.seeds or ()) <= 1:
         notes.append("There is one run for each condition: only these models can be compared, by problem.")

@@ -10,13 +10,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from retrain.errors import UsageError, printable
+from retrain.errors import UsageError, listed, printable
 from retrain.records.foreign.table import CORRECT, HELDOUT_SET, Request, ResultRow, RunState
 
 Value = TypeVar("Value")
 
 MOST_CONVERTED = 1 << 20  # Distinct values of a column whose conversion is remembered
 FIELDS = tuple(name for name in ResultRow._fields if name != "line")
+MOST_NAMES, LONGEST_NAME = 20, 40  # Columns in a message
 MISSING = object()  # A cell of a JSON object without the key
 STATES: Mapping[str, RunState] = {
     "done": "done",
@@ -47,7 +48,7 @@ def as_number(raw: object) -> float | None:
     try:
         number = float(raw)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
-        raise ValueError("which is no number: leave the cell empty for a missing one") from None
+        raise ValueError("which is no number such as 0.5: leave the cell empty for a missing one") from None
     if math.isinf(number):
         raise ValueError("which is not finite")
     return None if math.isnan(number) else number
@@ -165,15 +166,19 @@ def layout_of(path: Path, names: Iterable[str], request: Request) -> Layout:
     elif CORRECT in names:
         columns.setdefault("value", CORRECT)
     columns.setdefault("value", "value")
-    free = next((name for name in names if name and name not in columns.values()), "NAME")
+    free = next((name for name in reversed(names) if name and name not in columns.values()), "NAME")
     examples = {column: f'columns = {{ {field} = "{free}" }}' for field, column in columns.items()}
     examples |= {column: f'where = {{ "{free}" = "…" }}' for column in request.where}
     for column, example in examples.items():
         if column not in names:
-            raise UsageError(
-                f'{path} has no column "{column}"; it has {", ".join(names) or "none"}. Name the right one under '
-                f"[[results]], such as {example}"
+            known = listed(
+                [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…" for name in names], MOST_NAMES
             )
+            if request.column is None and request.columns.get("value") is None and columns["value"] == column:
+                fix = f"Name the one that holds the values, such as --metric {free:.{LONGEST_NAME}}"
+            else:
+                fix = f"Name the right one under [[results]], such as {example:.200}"
+            raise UsageError(f'{path} has no column "{column}"; it has {printable(known) or "none"}. {fix}')
     metric = None if "metric" in columns else columns["value"]
     return Layout(columns, metric, is_wide=metric not in (None, "value", CORRECT))
 

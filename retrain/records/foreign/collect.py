@@ -184,9 +184,11 @@ class _Collector:
         if self._is_needed(place) and not run.add(place, row, form.latest_counts):
             first = next(where for other, where in self._places() if other == place)
             answer = "" if place.problem is None else f", problem {place.problem}, answer {place.sample}"
+            step = "" if place.step == NO_STEP else f", step {place.step}"
             raise UsageError(
-                f"{first} and {path}:{row.line} have different values of {place.metric} ({run.table.name}, set "
-                f"{place.set}, step {place.step}{answer}); remove one of them"
+                f"{first} and {place_of(path, row)} have different values of {place.metric} ({run.table.name}, set "
+                f"{place.set}{step}{answer}); remove one of them, or, if they are of two runs, name the "
+                "run or its seed in the path ({run}, {seed}) or in the rows"
             )
 
     def _is_needed(self, place: Place) -> bool:
@@ -243,6 +245,9 @@ class _Collector:
         seed = agreed("seed", files.seed, row.seed, path, row)
         seed = files.entry.seed if seed is None else seed
         run = agreed("run", files.run, row.run, path, row)
+        if form and form.names_models and condition and condition == row.condition and "seed" not in config:
+            condition, of_name = condition_and_seed(condition)
+            seed = of_name if seed is None else seed
         if condition is None:
             names = [name for name in (run, files.fallback) if name and not name.isdigit()]
             has_seed = (name for name in names if condition_and_seed(name)[1] is not None)
@@ -250,10 +255,13 @@ class _Collector:
             seed = of_name if seed is None else seed
         if not condition:
             columns = form.columns(path) if form else ()
-            of_table = f' or, of {", ".join(columns)}, columns = {{ condition = "{columns[0]}" }}' if columns else ""
+            of_table = ""
+            if columns:
+                of_table = f' or, of {listed(columns, MOST_NAMES)}, columns = {{ condition = "{columns[0]}" }}'
             raise UsageError(
-                f"{path} names no condition: put {{condition}} into the path, or write under [[results]] "
-                f'condition = "…"{of_table}'
+                f"{path} names no condition: put {{condition}} into the path; or write into a file NAME.toml, below "
+                f'[[results]], path = "{files.entry.path}" and condition = "…"{of_table}, and type: '
+                "retrain compare NAME.toml"
             )
         seed = config.get("seed") if seed is None else seed
         return condition, seed, "" if seed is not None else run or ""
@@ -277,7 +285,7 @@ class _Collector:
         for files in self.sources:
             for form, file in self._opened(files)[0]:
                 for place, row in self._rows(files, form, file, form.config(file.path)):
-                    yield place, f"{file.path}:{row.line}"
+                    yield place, place_of(file.path, row)
 
     @property
     def keys(self) -> set[tuple[str, str]]:
@@ -314,10 +322,14 @@ def needed_steps(steps: Iterable[int], keep: Steps, end: int | None) -> set[int]
     return {*ordered[:1], *until_end[-number:], ordered[-1]}
 
 
+def place_of(path: Path, row: ResultRow) -> str:
+    return f"{path}:{row.line}" if row.line else str(path)
+
+
 def agreed(field: str, of_path: Name | None, of_row: Name | None, path: Path, row: ResultRow) -> Name | None:
     """Return what path or row says. Raises UsageError if they contradict each other."""
     if of_path is not None and of_row is not None and of_path != of_row:
-        raise UsageError(f"{path}:{row.line}: the path names the {field} {of_path}, and the file {of_row}")
+        raise UsageError(f"{place_of(path, row)}: the path names the {field} {of_path}, and the file {of_row}")
     return of_row if of_path is None else of_path
 
 

@@ -104,7 +104,9 @@ def text_lines(path: Path) -> Iterator[str]:
             for number, line in enumerate(file, start=1):
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}:{number}  is not UTF-8 (byte {error.start + 1} of the line)") from None
+        raise UsageError(
+            f"{path}:{number}  is not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8"
+        ) from None
     except OSError as error:
         raise NotReadable(path, error) from None
 
@@ -114,6 +116,8 @@ def rows(path: Path, request: Request) -> Iterator[ResultRow]:
     filters = {name: Converted(partial(matches, wanted)) for name, wanted in request.where.items()}
     gaps, measured = dict[Sequence[object], ResultRow](), set[Sequence[object]]()
     for lines, cells in batches(path, request):
+        if cells and not lines:
+            continue  # only names of columns
         layout = layout_of(path, cells, request)
         if layout.metric is not None and request.metric not in (None, layout.metric):
             continue

@@ -105,7 +105,7 @@ def test_missing_and_failed_runs_are_named():
     assert "1 failed run is not in the means: a seed 3." in row["note"]
     assert "1 missing run is not in the means: b seed 5." in row["note"]
     nan = compare_tables([*eight()[:-1], scalars("b", 8, {0: 0.5, 40: None})], Compare(), DECLARED)
-    assert "1 finished without a value run is not in the means: b seed 8." in nan["note"]
+    assert "1 finished run without a value is not in the means: b seed 8." in nan["note"]
     declared = compare_tables(eight(), Compare(conditions=["a", "b", "c"]), DECLARED)
     assert declared["read"][1] == "missing: c seed 1, c seed 2, c seed 3, c seed 4, c seed 5, c seed 6 and 2 more"
     assert declared["family"] == ["b", "c"]
@@ -200,8 +200,9 @@ def test_shares_from_0_to_100_are_refused():
     with pytest.raises(UsageError, match=r'^b seed 8.csv: acc of b seed 8 is 66 at step 40.*unit = "number".*by 100'):
         compare_tables(tables, Compare())
     assert the_other(tables, unit="number")["after_values"][-1] == 66.0
-    with pytest.raises(UsageError, match="acc of b seed 8 is inf at step 40"):
-        compare_tables([*eight()[:-1], scalars("b", 8, {40: float("inf")})], Compare(unit="number"))
+    for value in (float("inf"), -1e101):
+        with pytest.raises(UsageError, match=f"acc of b seed 8 is {value:g} at step 40: leave out".replace("+", ".")):
+            compare_tables([*eight()[:-1], scalars("b", 8, {40: value})], Compare(unit="number"))
 
 
 def test_several_sets_need_a_name():
@@ -295,7 +296,8 @@ def test_a_run_that_fell_is_named():
     condition = the_other(tables)
     assert condition["verdict"] == "typical runs better"
     assert (
-        "typical runs better (other seeds, these problems); run 10 of b fell by 30.0 points." in condition["sentence"]
+        "typical runs better (other seeds, these problems); run 10 of b lies 30.0 points lower."
+        in condition["sentence"]
     )
 
 
@@ -336,6 +338,12 @@ def test_one_model_of_each_is_compared_by_problem(declared, runs):
 def test_one_run_without_answers_cannot_tell():
     condition = the_other([scalars("a", 1, {40: 0.5}), scalars("b", 1, {40: 0.9})])
     assert condition["sentence"] == "b − a: cannot tell: one run for each condition and no answers to problems."
+
+
+@pytest.mark.parametrize("seeds", [[1], [1, 2, 3]])
+def test_one_condition_is_compared_with_nothing(seeds: list[int]):
+    row = compare_tables([scalars("a", seed, {40: 0.5}) for seed in seeds], Compare(steps=40))
+    assert row["note"] == "a is the only condition: there is nothing to compare it with."
 
 
 def test_rewards_of_two_models_have_a_t_interval():

@@ -243,6 +243,16 @@ def test_the_path_wins_over_the_name_of_a_model(write, gather, tool):
     assert gather(Results(path="{condition}/seed{seed}"))[0].condition == "grpo"
 
 
+@pytest.mark.parametrize(("model", "seed"), [("org/grpo-s2", 2), ("org/grpo_seed2", 2), ("org/opus4", None)])
+def test_a_model_may_be_named_by_condition_and_seed(write, gather, tool, model, seed):
+    write("logs/eval.jsonl", row(0.5, condition=model))
+    tool(names_models=True)
+
+    (table,) = gather(Results(path="logs"))
+
+    assert (table.condition, table.seed) == ("org/grpo" if seed else model, seed)
+
+
 def test_files_that_are_named_by_seeds_are_a_run_each(write, gather, tool):
     """verl's logger writes ``<project>/<experiment>.jsonl``."""
     tool(patterns=("*.jsonl",))
@@ -285,7 +295,9 @@ def test_a_file_without_read_permission_is_not_left_out(write, gather, tool, mon
         ({"grpo_s1.jsonl": [row(0.5, seed=2)]}, "{condition}_s{seed}.jsonl",
          "grpo_s1.jsonl:1: the path names the seed 1, and the file 2"),
         ({"grpo_s1.jsonl": [row(0.5), row(0.6)]}, "*.jsonl",
-         r"grpo_s1.jsonl:1 and .*grpo_s1.jsonl:2 have different values of acc .*step 10\)"),
+         r"grpo_s1.jsonl:1 and .*grpo_s1.jsonl:2 have different values of acc .*step 10\); remove .* of two runs"),
+        ({"grpo_s1.jsonl": [row(0.5, None), row(0.6, None)]}, "*.jsonl",
+         r"have different values of acc \(grpo seed 1, set heldout\); remove"),
         ({"grpo_s1.jsonl": [row(0.5, problem="p"), row(0.6, problem="p")]}, "*.jsonl", "problem p, answer 0"),
         ({"a.jsonl": [row(0.5)]}, "a.jsonl", "a.jsonl names no condition"),
         ({"a.jsonl": [row(0.5, run="1")]}, "a.jsonl", "a.jsonl names no condition"),

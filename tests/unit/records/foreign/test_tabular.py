@@ -118,7 +118,12 @@ def test_times_that_are_no_dates_are_none_and_milliseconds_are_refused(read: Rea
         ("r.csv", "metric,value\nacc,inf\n", 'r.csv:2  column "value" holds "inf", which is not finite'),
         ("r.csv", "metric,value\nacc,1,2\n", "r.csv:2  has 3 values, and the first line names 2 columns"),
         ("r.csv", "metric,value,state\nacc,1,ok\n", 'r.csv:2  column "state" holds "ok", which is no state: done, fin'),
-        ("r.csv", "method,acc\ngrpo,1\n", 'has no column "value"; it has method, acc. Name the right one under [[res'),
+        (
+            "r.csv",
+            "method,acc\ngrpo,1\n",
+            'has no column "value"; it has method, acc. Name the one that holds the values, such as --metric acc',
+        ),
+        ("r.csv", "x" * 500 + ",acc\n1,2\n", f'has no column "value"; it has {"x" * 40}…, acc. Name'),
         ("r.csv", b"metric,value\nacc,\xff\n", "r.csv:2  is not UTF-8 (byte 5 of the line)"),
         ("r.csv", "", 'has no column "value"; it has none'),
         ("r.jsonl", '{"value": 1, "metric": "acc"}\n\n{"value": \n', "r.jsonl:3  is not JSON: Expecting value"),
@@ -134,6 +139,11 @@ def test_bad_content_is_refused_with_its_line(read: Reader, name: str, content: 
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("metric", [None, "acc"])
+def test_table_without_rows_has_no_results(read: Reader, metric: str | None):
+    assert read("condition,acc\n", request=Request(metric=metric, column=metric)) == []
+
+
 def test_missing_column_is_refused_with_the_line_to_type(read: Reader):
     with pytest.raises(UsageError) as caught:
         read("method,value\ngrpo,1\n", request=Request(columns={"condition": "algorithm"}))
@@ -146,7 +156,9 @@ def test_table_without_a_condition_is_refused_with_its_columns(tmp_path: Path):
     path = tmp_path / "results.csv"
     path.write_text("method,value\ngrpo,1\n")
 
-    with pytest.raises(UsageError, match=r'write under .* or, of method, value, columns = { condition = "method" }'):
+    with pytest.raises(
+        UsageError, match=r'path = ".*" and condition = "…" or, of method, value, columns = { condition = "method" }'
+    ):
         collect([Results(path=str(path), format="table")], Compare(), tmp_path)
 
 
