@@ -139,7 +139,7 @@ def _unequal_spreads(condition: ConditionComparison, baseline: ConditionComparis
 
 
 def _moved(outlier: OutlierSeed, measure: Measure) -> str:
-    return f"{'fell' if outlier.distance < 0 else 'rose'} by {amount(abs(outlier.distance), measure)}"
+    return f"lies {amount(abs(outlier.distance), measure)} {'lower' if outlier.distance < 0 else 'higher'}"
 
 
 def _runs(condition: ConditionComparison, baseline: ConditionComparison) -> str:
@@ -259,11 +259,11 @@ def amount(value: float, measure: Measure, *, sign: bool = False) -> str:
 
 
 _MISSING_KINDS = {
-    "failed": "failed",
-    "missing": "missing",
-    "unfinished": "unfinished",
-    "stopped": "stopped (interim analysis)",
-    "done": "finished without a value",
+    "failed": "failed {}",
+    "missing": "missing {}",
+    "unfinished": "unfinished {}",
+    "stopped": "stopped (interim analysis) {}",
+    "done": "finished {} without a value",
 }
 
 
@@ -272,8 +272,8 @@ def missing_words(missing: Sequence[MissingRun]) -> list[str]:
     states = [run.state if run.state in _MISSING_KINDS else "unfinished" for run in missing]
     for state, kind in _MISSING_KINDS.items():
         if runs := [run.run_id for run, other in zip(missing, states, strict=True) if other == state]:
-            verb = "is" if len(runs) == 1 else "are"
-            notes.append(f"{plural(len(runs), f'{kind} run')} {verb} not in the means: {listed(runs, NAMED_RUNS)}.")
+            noun, verb = ("run", "is") if len(runs) == 1 else ("runs", "are")
+            notes.append(f"{len(runs):,} {kind.format(noun)} {verb} not in the means: {listed(runs, NAMED_RUNS)}.")
     if "failed" in states:
         notes.append("If runs fail because of what is compared, the means of the others flatter their condition.")
     return notes

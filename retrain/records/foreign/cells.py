@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from retrain.errors import UsageError, printable
+from retrain.errors import UsageError, listed, printable
 from retrain.records.foreign.table import CORRECT, HELDOUT_SET, Request, ResultRow, RunState
 
 Value = TypeVar("Value")
@@ -36,7 +36,7 @@ def as_number(raw: object) -> float | None:
     try:
         number = float(text)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
-        raise ValueError("which is no number: leave the cell empty for a missing one") from None
+        raise ValueError("which is no number such as 0.5: leave the cell empty for a missing one") from None
     if math.isinf(number):
         raise ValueError("which is not finite")
     return None if math.isnan(number) else number
@@ -160,8 +160,7 @@ def layout_of(path: Path, names: Iterable[str], request: Request) -> Layout:
     examples |= {column: f'where = {{ NAME = "{value}" }}' for column, value in request.where.items()}
     for column, example in examples.items():
         if column not in names:
-            raise UsageError(
-                f'{path} has no column "{column}"; it has {", ".join(names) or "none"}. Name the right one under '
-                f"[[results]], such as {example}"
+            known = listed(
+                [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…" for name in names], MOST_NAMES
             )
     return Layout(columns, None if "metric" in columns else columns["value"])

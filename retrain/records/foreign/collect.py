@@ -151,6 +151,7 @@ class _Collector:
             first = next(where for other, where in self._places() if other == place)
             step = "" if place.step == NO_STEP else f", step {place.step}"
             answer = "" if place.problem is None else f", problem {place.problem}, answer {place.sample}"
+            step = "" if place.step == NO_STEP else f", step {place.step}"
             raise UsageError(
                 f"{first} and {path}:{row.line} have different values of {place.metric} ({run.table.name}, set "
                 f"{place.set}{step}{answer}); remove one of them"

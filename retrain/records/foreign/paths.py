@@ -119,6 +119,8 @@ def matches(pattern: str, base: Path) -> list[Match]:
     is none."""
     path = Path(pattern).expanduser()
     if (base / path).exists():
+        if not ((base / path).is_file() or (base / path).is_dir()):
+            raise UsageError(f"{pattern} is no regular file: write the results into one")
         return [Match(base / path, {})]
     if found := _glob(path, base):
         return found

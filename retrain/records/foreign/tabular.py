@@ -60,7 +60,9 @@ def _text_lines(path: Path) -> Iterator[str]:
             for number, line in enumerate(file, start=1):
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}:{number}  is not UTF-8 (byte {error.start + 1} of the line)") from None
+        raise UsageError(
+            f"{path}:{number}  is not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8"
+        ) from None
     except OSError as error:
         raise NotReadable(path, error) from None
 

@@ -83,10 +83,10 @@ def test_outlier_seeds_are_named_and_a_verdict_against_them_speaks_of_typical_ru
     other = found(tmp_path / "fallen", [*TEN[:2], 0.45, *TEN[3:]])
     assert [each["seed"] for each in other["outlier_seeds"]] == [3]
     assert other["verdict"] == "typical runs better"
-    assert "typical runs better (other seeds, these problems); seed 3 fell by 17.9 points" in other["sentence"]
+    assert "typical runs better (other seeds, these problems); seed 3 lies 17.9 points lower" in other["sentence"]
     other = found(tmp_path / "risen", [*TEN[:2], 0.8, *TEN[3:]])
     assert other["verdict"] == "better"
-    assert "; seed 3 rose by 16.8 points" in other["sentence"]
+    assert "; seed 3 lies 16.8 points higher" in other["sentence"]
     alike = found(tmp_path / "alike", [0.6] * 9 + [0.5], margin=0.03)
     assert alike["verdict"] == "no difference shown"
 

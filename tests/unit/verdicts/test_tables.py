@@ -113,7 +113,7 @@ def test_missing_and_failed_runs_are_named():
     assert "1 failed run is not in the means: a seed 3." in row["note"]
     assert "1 missing run is not in the means: b seed 5." in row["note"]
     nan = compare_tables([*eight()[:-1], scalars("b", 8, {0: 0.5, 40: None})], Compare(), DECLARED)
-    assert "1 finished without a value run is not in the means: b seed 8." in nan["note"]
+    assert "1 finished run without a value is not in the means: b seed 8." in nan["note"]
     declared = compare_tables(eight(), Compare(conditions=["a", "b", "c"]), DECLARED)
     assert "8 missing runs are not in the means: c seed 1, c seed 2, c seed 3, c seed 4," in declared["note"]
     assert declared["family"] == ["b", "c"]

@@ -245,6 +245,47 @@ def test_answers_without_a_number_are_numbered_in_every_file(write, gather):
     assert answers(table) == {10: {"a": [1.0, 0.0, 1.0]}}  # the second file repeats the first
 
 
+@pytest.mark.parametrize(("model", "seed"), [("org/grpo-s2", 2), ("org/grpo_seed2", 2), ("org/opus4", None)])
+def test_a_model_may_be_named_by_condition_and_seed(write, gather, tool, model, seed):
+    write("logs/eval.jsonl", row(0.5, condition=model))
+    tool(names_models=True)
+
+    (table,) = gather(Results(path="logs"))
+
+    assert (table.condition, table.seed) == ("org/grpo" if seed else model, seed)
+
+
+def test_files_that_are_named_by_seeds_are_a_run_each(write, gather, tool):
+    """verl's logger writes ``<project>/<experiment>.jsonl``."""
+    tool(patterns=("*.jsonl",))
+    write("project/eval_grpo_s1.jsonl", row(0.5))
+    write("project/eval_grpo_s2.jsonl", row(0.6))
+
+    tables = gather(Results(path="project"))
+
+    assert [(table.condition, table.seed, numbers(table)) for table in tables] == [
+        ("eval_grpo", 1, {10: 0.5}),
+        ("eval_grpo", 2, {10: 0.6}),
+    ]
+
+
+def test_links_to_nothing_or_in_circles_are_no_runs(write, gather, tmp_path):
+    write("out/grpo/seed1.jsonl", row(0.5))
+    for link, target in (("latest", tmp_path / "gone"), ("circle", "circle"), ("up", "..")):
+        (tmp_path / "out" / link).symlink_to(target)
+
+    assert len(gather("out/{condition}/seed{seed}.jsonl")) == 1
+
+
+def test_a_file_without_read_permission_is_not_left_out(write, gather, tool, monkeypatch):
+    write("grpo_s1/eval_1.jsonl", row(0.5))
+    secret = write("grpo_s1/eval_2.jsonl", row(0.6))
+    monkeypatch.setattr(paths.os, "access", lambda path, mode: path != secret)
+
+    with pytest.raises(UsageError, match=r"eval_2.jsonl cannot be read: permission denied"):
+        gather(Results(path="grpo_s1"))
+
+
 @pytest.mark.parametrize(
     ("files", "pattern", "message"),
     [
@@ -254,7 +295,9 @@ def test_answers_without_a_number_are_numbered_in_every_file(write, gather):
         ({"x/grpo_s1.jsonl": [row(0.5)], "y/grpo_s1.jsonl": [row(0.5)]}, "*/*.jsonl",
          r"two runs of grpo with seed 1: .*x/grpo_s1.jsonl and .*y/grpo_s1.jsonl"),
         ({"grpo_s1.jsonl": [row(0.5), row(0.6)]}, "*.jsonl",
-         r"grpo_s1.jsonl:1 and .*grpo_s1.jsonl:2 have different values of acc .*step 10\)"),
+         r"grpo_s1.jsonl:1 and .*grpo_s1.jsonl:2 have different values of acc .*step 10\); remove .* of two runs"),
+        ({"grpo_s1.jsonl": [row(0.5, None), row(0.6, None)]}, "*.jsonl",
+         r"have different values of acc \(grpo seed 1, set heldout\); remove"),
         ({"grpo_s1.jsonl": [row(0.5, problem="p"), row(0.6, problem="p")]}, "*.jsonl", "problem p, answer 0"),
         ({"a.jsonl": [row(0.5)]}, "a.jsonl", "a.jsonl names no condition"),
         ({"a.jsonl": [row(0.5, run="1")]}, "a.jsonl", "a.jsonl names no condition"),

@@ -133,6 +133,11 @@ def test_bad_content_is_refused_with_its_line(read: Reader, name: str, content: 
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("metric", [None, "acc"])
+def test_table_without_rows_has_no_results(read: Reader, metric: str | None):
+    assert read("condition,acc\n", request=Request(metric=metric, column=metric)) == []
+
+
 def test_missing_column_is_refused_with_the_line_to_type(read: Reader):
     with pytest.raises(UsageError) as caught:
         read("method,value\ngrpo,1\n", request=Request(columns={"condition": "algorithm"}))
