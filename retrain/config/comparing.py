@@ -68,9 +68,9 @@ class Results(Section, role=Role.NAMES):
     where: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Values that columns must have in the rows of a table that are read."""
     condition: str | None = None
-    """Condition of all runs of this path, if neither path nor files name it."""
+    """Condition of all runs of this path, unless its placeholder names it. It comes before what the rows say."""
     seed: int | None = None
-    """Seed of the run at this path, if neither path nor files name it."""
+    """Seed of the run at this path, unless its placeholder names it. It comes before what the rows say."""
 
 
 class ComparisonFile(Section, role=Role.EVALUATES):

@@ -12,6 +12,7 @@ from retrain.records.foreign.table import CORRECT, HELDOUT_SET, Request, ResultR
 Value = TypeVar("Value")
 
 MOST_CONVERTED = 1 << 20  # Distinct values of a column whose conversion is remembered
+MOST_NAMES, LONGEST_NAME = 20, 40  # Columns in a message
 FIELDS = tuple(name for name in ResultRow._fields if name != "line")
 STATES: Mapping[RunState, Sequence[str]] = {
     "done": ("done", "finished"),
@@ -158,9 +159,12 @@ def layout_of(path: Path, names: Iterable[str], request: Request) -> Layout:
     columns.setdefault("value", CORRECT if CORRECT in names else "value")
     examples = {column: f'columns = {{ {field} = "NAME" }}' for field, column in columns.items()}
     examples |= {column: f'where = {{ NAME = "{value}" }}' for column, value in request.where.items()}
-    for column, example in examples.items():
-        if column not in names:
-            known = listed(
-                [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…" for name in names], MOST_NAMES
-            )
+    if missing := next((column for column in examples if column not in names), None):
+        short = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…" for name in names]
+        fix = f"Name the right one under [[results]], such as {examples[missing]}"
+        if missing == columns["value"] and "value" not in request.columns:
+            free = next((name for name in reversed(short) if name and name not in columns.values()), "COLUMN")
+            fix = f"Name the one that holds the values, such as --metric {free}"
+        known = printable(listed(short, MOST_NAMES)) or "none"
+        raise UsageError(f'{path} has no column "{missing}"; it has {known}. {fix}')
     return Layout(columns, None if "metric" in columns else columns["value"])

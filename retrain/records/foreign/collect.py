@@ -149,12 +149,12 @@ class _Collector:
         self.keys.add((place.set, place.metric))
         if not run.add(place, row, form.latest_counts):
             first = next(where for other, where in self._places() if other == place)
-            step = "" if place.step == NO_STEP else f", step {place.step}"
             answer = "" if place.problem is None else f", problem {place.problem}, answer {place.sample}"
             step = "" if place.step == NO_STEP else f", step {place.step}"
             raise UsageError(
-                f"{first} and {path}:{row.line} have different values of {place.metric} ({run.table.name}, set "
-                f"{place.set}{step}{answer}); remove one of them"
+                f"{first} and {_where(path, row)} have different values of {place.metric} ({run.table.name}, set "
+                f"{place.set}{step}{answer}); remove one of them, or, if they are of two runs, name the run or its "
+                "seed in the path ({run}, {seed}) or in the rows"
             )
 
     def _opened(self, files: RunFiles) -> list[tuple[Format, ResultFile]]:
@@ -182,7 +182,7 @@ class _Collector:
                 names, key = (row.condition, row.seed, row.run), self._key(files, row, file.path)
             step = row.step if file.step is None else file.step
             if step is not None and step < 0:
-                raise UsageError(f"{file.path}:{row.line}: the step {step} is negative")
+                raise UsageError(f"{_where(file.path, row)}: the step {step} is negative")
             step = NO_STEP if step is None else step
             place = Place(key, file.set or row.set, row.metric, step, row.problem, row.sample or 0)
             if row.sample is None:
@@ -202,8 +202,9 @@ class _Collector:
             seed = of_name if seed is None else seed
         if not condition:
             raise UsageError(
-                f"{path} names no condition: put {{condition}} into the path, or write under [[results]] "
-                'condition = "…" or, for a table, columns = { condition = "NAME OF ITS COLUMN" }'
+                f"{path} names no condition: put {{condition}} into the path; or write into a file NAME.toml, below "
+                f'[[results]], path = "{files.entry.path}" and condition = "…" or, for a table, columns = '
+                '{ condition = "NAME OF ITS COLUMN" }, and type: retrain compare NAME.toml'
             )
         return condition, seed, "" if seed is not None else run or ""
 
@@ -223,7 +224,7 @@ class _Collector:
         for files in self.sources:
             for form, file in self._opened(files):
                 for place, row in self._rows(files, form, file):
-                    yield place, f"{file.path}:{row.line}"
+                    yield place, _where(file.path, row)
 
     def require_one_metric(self) -> None:
         """Raise UsageError unless the runs have exactly one set and metric of the requested name."""
@@ -241,6 +242,10 @@ class _Collector:
             raise UsageError(f"no results in {listed([files.origin for files in self.sources], 5)}")
         close = get_close_matches(wanted, names, n=3, cutoff=0.4) or names[:MOST_NAMES]
         raise UsageError(f"no file has the metric {wanted}; type --metric {' or --metric '.join(close)}")
+
+
+def _where(path: Path, row: ResultRow) -> str:
+    return f"{path}:{row.line}" if row.line else str(path)
 
 
 def shortest(keys: Iterable[tuple[str, str]]) -> list[str]:

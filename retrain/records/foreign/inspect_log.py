@@ -2,7 +2,7 @@
 
 A scorer's answers have the name of the metric that inspect makes of them: ``match/accuracy``, or ``length/mean`` for
 one value of a scorer with several. Epochs are answers to the same problem. Condition and seed are those in the metadata
-or the tags (``seed=1``) of the evaluation; without a condition there, it is the model.
+or the tags (``seed=1``) of the evaluation; without a condition there, those in the model's name (``org/grpo-s1``).
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from retrain.errors import NotReadable, UsageError
 from retrain.extras import missing
+from retrain.records.foreign import condition_and_seed
 from retrain.records.foreign.json_files import first_bytes, json_document, number, problem_key
 from retrain.records.foreign.table import Format, Request, ResultRow, RunState
 from retrain.records.schema.base import Row, Values
@@ -41,8 +42,11 @@ def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
     try:
         evaluation = header["eval"]
         names = _names(evaluation, path)
+        if "condition" not in names:
+            condition, seed = condition_and_seed(evaluation["model"])
+            names = {"condition": condition, "seed": seed} | names
         run = ResultRow(
-            "", None, set=evaluation["task"], condition=str(names.get("condition", evaluation["model"])),
+            "", None, set=evaluation["task"], condition=str(names["condition"]),
             seed=names.get("seed"), state=STATES.get(header["status"], "unfinished"),
             time=datetime.fromisoformat(evaluation["created"]).timestamp(),
         )  # fmt: skip

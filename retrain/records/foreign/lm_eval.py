@@ -1,7 +1,7 @@
 """Evaluations by lm-eval (lm-evaluation-harness) 0.4: ``results_<time>.json`` and ``samples_<task>_<time>.jsonl``.
 
-A metric is named with the filter that extracted the answers: ``exact_match,strict``. The seeds in the files belong to
-the evaluation, so they are not read.
+A metric is named with the filter that extracted the answers: ``exact_match,strict``. Condition and seed are those in
+the model's name (``org/grpo-s1``). The seeds in the files belong to the evaluation, so they are not read.
 """
 
 import re
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from retrain.errors import UsageError
+from retrain.records.foreign import condition_and_seed
 from retrain.records.foreign.json_files import first_bytes, json_document, json_rows, numbers
 from retrain.records.foreign.table import Format, MetricFacts, Request, ResultRow
 from retrain.records.schema.base import Row
@@ -26,9 +27,10 @@ def _recognises(path: Path) -> bool:
 def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
     results = _results(path)
     model, date = results.get("model_name"), results.get("date")
+    condition, seed = condition_and_seed(str(model)) if model else (None, None)
     time = float(date) if isinstance(date, int | float) else None
     for row in _answers(path, request) if path.suffix == ".jsonl" else _numbers(path, results, request):
-        yield row._replace(condition=str(model) if model else None, state="done", time=time)
+        yield row._replace(condition=condition, seed=seed, state="done", time=time)
 
 
 def _numbers(path: Path, results: Row, request: Request) -> Iterator[ResultRow]:

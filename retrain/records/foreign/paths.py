@@ -1,6 +1,8 @@
 """Find the files of runs: from a file, a directory or a pattern with placeholders to the files of each run."""
 
+import errno
 import glob
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +12,7 @@ from typing import NamedTuple
 
 from retrain.config.base import is_plugin
 from retrain.config.comparing import Results
-from retrain.errors import PluginError, UsageError, listed
+from retrain.errors import NotReadable, PluginError, UsageError, listed
 from retrain.plugins import described, load_function
 from retrain.records.foreign import condition_and_seed
 from retrain.records.foreign.table import FORMATS, Format, Request, ResultRow, format_of
@@ -152,7 +154,8 @@ def _glob(path: Path, base: Path) -> list[Match]:
             names = ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
             raise UsageError(f"{path}: {token} is not a placeholder; there are {names}")
     found = ((name, re.fullmatch(expression, name)) for name in sorted(glob.glob(text, root_dir=base, recursive=True)))
-    return [Match(base / name, match.groupdict()) for name, match in found if match]
+    named = [Match(base / name, match.groupdict()) for name, match in found if match]
+    return [match for match in named if match.path.is_file() or match.path.is_dir()]  # no links to nothing
 
 
 def _runs_of_files(entry: Results, matched: Sequence[Match], known: Format | None) -> list[RunFiles]:
@@ -176,15 +179,29 @@ def _runs_of_directory(entry: Results, match: Match, known: Format | None) -> li
     run = _directory(entry, match)
     is_run = run.seed is not None or run.run is not None
     if is_run or (direct := _with_files(run, match, known, nested=False)).files:
-        return [_with_files(run, match, known) if is_run else direct]
+        return [_with_files(run, match, known)] if is_run else _runs_by_seed(direct)
+    _require_readable(match.path)
     subdirectories = sorted(path for path in match.path.iterdir() if path.is_dir() and not path.name.startswith("."))
     inside = [Match(path, match.values) for path in subdirectories]
-    runs = [_with_files(_directory(entry, inner), inner, known) for inner in inside]
+    found = [_with_files(_directory(entry, inner), inner, known) for inner in inside]
+    runs = [run for each in found for run in _runs_by_seed(each)]
     runs = [run for run in runs if run.files or run.seed is not None]
     if any(run.files for run in runs) and (len(runs) > 1 or runs[0].seed is not None):
         return runs
     run = _with_files(run, match, known)
     return [run] if run.files or run.condition is not None else []
+
+
+def _runs_by_seed(run: RunFiles) -> list[RunFiles]:
+    """Return a run for each file if a directory without a seed has several files, all named by seeds."""
+    names = [_name_with_seed(file.path.with_suffix("")) for file in run.files]
+    if run.seed is not None or len(names) < 2 or not all(names):
+        return [run]
+    runs = []
+    for file, name in zip(run.files, names, strict=True):
+        seed = None if run.condition is None else condition_and_seed(name)[1]  # else rows may name condition and seed
+        runs.append(replace(run, origin=str(file.path), files=[file], seed=seed, run=None, fallback=name))
+    return runs
 
 
 def _with_files(run: RunFiles, match: Match, known: Format | None, nested: bool = True) -> RunFiles:
@@ -197,7 +214,8 @@ def _with_files(run: RunFiles, match: Match, known: Format | None, nested: bool 
     for form in [known] if known else map(format_of, FORMATS):
         patterns = [pattern for pattern in form.patterns if nested or "**" not in pattern]
         paths = sorted({path for pattern in patterns for path in match.path.glob(pattern) if path.is_file()})
-        if files := [_file(path, match.values) for path in paths if known or form.recognises(path)]:
+        files = [_file(path, match.values) for path in paths]
+        if files := [file for file in files if known or form.recognises(file.path)]:
             return replace(run, files=files, format=form)
     return run
 
@@ -220,7 +238,13 @@ def _named_run(entry: Results, match: Match) -> RunFiles:
 
 
 def _file(path: Path, values: Mapping[str, str]) -> ResultFile:
+    _require_readable(path)
     return ResultFile(path, int(values["step"]) if "step" in values else None, values.get("set"))
+
+
+def _require_readable(path: Path) -> None:
+    if not os.access(path, os.R_OK):
+        raise NotReadable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
 def _name_with_seed(path: Path) -> str:

@@ -94,6 +94,8 @@ def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
     conversions = {field: Converted(convert) for field, convert in CONVERSIONS.items()}
     gaps, measured = dict[Sequence[object], ResultRow](), set[Sequence[object]]()
     for lines, cells in _batches(path, request):
+        if cells and not lines:
+            continue  # only names of columns
         layout = layout_of(path, cells, request)
         mask = _mask(cells, layout, request)
         numbers, columns = list(compress(lines, mask)), []

@@ -174,7 +174,7 @@ def test_metrics_and_baseline_are_chosen(tmp_path):
         ((folder, "--baseline", "c"), "the conditions are a, b"),
         ((folder / "runs/a_s1",), "its campaign is"),
         ((folder / "runs",), "not the directory of a campaign or run"),
-        ((folder / "nowhere",), "is not a directory"),
+        ((folder / "nowhere",), "has no nowhere; it contains"),
     ):
         result = invoke(*arguments)
         assert (result.exit_code, message in result.stderr) == (2, True), result.stderr

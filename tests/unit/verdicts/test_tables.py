@@ -293,7 +293,7 @@ def test_a_run_that_fell_is_named():
     condition = the_other(tables)
     assert condition["verdict"] == "typical runs better"
     assert condition["sentence"].endswith(
-        "typical runs better (other seeds, these problems); run 10 of b fell by 30.0 points; the test assumes equal "
+        "typical runs better (other seeds, these problems); run 10 of b lies 30.0 points lower; the test assumes equal "
         "spreads, and those of the runs differ by more than 2.5 to 1."
     )
 

@@ -245,16 +245,6 @@ def test_answers_without_a_number_are_numbered_in_every_file(write, gather):
     assert answers(table) == {10: {"a": [1.0, 0.0, 1.0]}}  # the second file repeats the first
 
 
-@pytest.mark.parametrize(("model", "seed"), [("org/grpo-s2", 2), ("org/grpo_seed2", 2), ("org/opus4", None)])
-def test_a_model_may_be_named_by_condition_and_seed(write, gather, tool, model, seed):
-    write("logs/eval.jsonl", row(0.5, condition=model))
-    tool(names_models=True)
-
-    (table,) = gather(Results(path="logs"))
-
-    assert (table.condition, table.seed) == ("org/grpo" if seed else model, seed)
-
-
 def test_files_that_are_named_by_seeds_are_a_run_each(write, gather, tool):
     """verl's logger writes ``<project>/<experiment>.jsonl``."""
     tool(patterns=("*.jsonl",))
@@ -269,12 +259,25 @@ def test_files_that_are_named_by_seeds_are_a_run_each(write, gather, tool):
     ]
 
 
+def test_directories_of_conditions_may_have_a_file_for_each_seed(write, gather, tool):
+    tool(patterns=("*.jsonl",))
+    for condition in ("grpo", "rloo"):
+        write(f"project/{condition}/eval_s1.jsonl", row(0.5))
+        write(f"project/{condition}/eval_s2.jsonl", row(0.6))
+
+    tables = gather(Results(path="project/{condition}"))
+
+    assert [(table.condition, table.seed) for table in tables] == [("grpo", 1), ("grpo", 2), ("rloo", 1), ("rloo", 2)]
+
+
 def test_links_to_nothing_or_in_circles_are_no_runs(write, gather, tmp_path):
     write("out/grpo/seed1.jsonl", row(0.5))
     for link, target in (("latest", tmp_path / "gone"), ("circle", "circle"), ("up", "..")):
         (tmp_path / "out" / link).symlink_to(target)
+    (tmp_path / "out/grpo/seed2.jsonl").symlink_to(tmp_path / "gone")
 
     assert len(gather("out/{condition}/seed{seed}.jsonl")) == 1
+    assert len(gather("out/*/*.jsonl")) == 1
 
 
 def test_a_file_without_read_permission_is_not_left_out(write, gather, tool, monkeypatch):

@@ -119,13 +119,14 @@ def test_retried_evaluation_is_read_once(tmp_path):
 
 
 def test_condition_is_the_model_unless_metadata_or_tags_name_it(tmp_path):
-    def give(metadata, tags):
-        path = changed(tmp_path, lambda content: content["eval"].update(metadata=metadata, tags=tags))
+    def give(metadata, tags, model="mockllm/model"):
+        path = changed(tmp_path, lambda content: content["eval"].update(metadata=metadata, tags=tags, model=model))
         return {(row.condition, row.seed) for row in FORMAT.rows(path, Request())}
 
     assert give({}, []) == {("mockllm/model", None)}
     assert give({}, ["condition=rloo", "seed=2", "long"]) == {("rloo", 2)}
     assert give({"seed": "4"}, []) == {("mockllm/model", 4)}
+    assert give({}, [], "org/grpo-s2") == {("org/grpo", 2)}
     with pytest.raises(UsageError, match="seed 'first'"):
         give({"seed": "first"}, [])
 

@@ -36,7 +36,7 @@ def test_numbers_of_the_run_have_filter_and_task():
     rows = list(FORMAT.rows(RESULTS, Request()))
 
     assert {row.metric: row.value for row in rows} == {"exact_match,strict": 1 / 3, "exact_match,flexible": 1.0}
-    assert {(row.set, row.condition, row.state, row.step) for row in rows} == {("sums", "org/grpo_s1", "done", None)}
+    assert {(row.set, row.condition, row.state, row.step) for row in rows} == {("sums", "org/grpo", "done", None)}
     assert {row.time for row in rows} == {json.loads(RESULTS.read_text())["date"]}
 
 
@@ -45,13 +45,16 @@ def test_each_document_is_graded_once_for_a_filter():
 
     assert [(row.value, row.line) for row in rows] == [(0, 1), (1, 2), (0, 3)]
     assert len({row.problem for row in rows}) == 3
-    assert {(row.metric, row.set, row.condition) for row in rows} == {("exact_match,strict", "sums", "org/grpo_s1")}
+    assert {(row.metric, row.set, row.condition) for row in rows} == {("exact_match,strict", "sums", "org/grpo")}
     flexible = list(FORMAT.rows(SAMPLES, Request("exact_match,flexible")))
     assert [row.problem for row in flexible] == [row.problem for row in rows]
 
 
-def test_seeds_of_the_evaluation_are_no_seeds_of_the_run():
-    assert {row.seed for path in (RESULTS, SAMPLES) for row in FORMAT.rows(path, Request())} == {None}
+def test_the_seed_is_that_in_the_name_of_the_model_and_not_that_of_the_evaluation(tmp_path):
+    assert {row.seed for path in (RESULTS, SAMPLES) for row in FORMAT.rows(path, Request())} == {1}
+    path = tmp_path / RESULTS.name
+    path.write_text(RESULTS.read_text().replace("org/grpo_s1", "org/opus4"))
+    assert {(row.condition, row.seed) for row in FORMAT.rows(path, Request())} == {("org/opus4", None)}
 
 
 def test_texts_are_no_numbers(tmp_path):

@@ -117,7 +117,9 @@ def test_times_that_are_no_dates_are_none_and_milliseconds_are_refused(read: Rea
         ("r.csv", "metric,value\nacc,inf\n", 'r.csv:2  column "value" holds "inf", which is not finite'),
         ("r.csv", "metric,value\nacc,1,2\n", "r.csv:2  has 3 values, and the first line names 2 columns"),
         ("r.csv", "metric,value,state\nacc,1,ok\n", 'r.csv:2  column "state" holds "ok", which is no state: done, fai'),
-        ("r.csv", "method,acc\ngrpo,1\n", 'has no column "value"; it has method, acc. Name the right one under [[res'),
+        ("r.csv", "method,acc\ngrpo,1\n", 'has no column "value"; it has method, acc. Name the one that holds the'),
+        ("r.csv", "method,acc\ngrpo,1\n", "such as --metric acc"),
+        ("r.csv", f"{'x' * 500},acc\n1,2\n", f'has no column "value"; it has {"x" * 40}…, acc. Name'),
         ("r.csv", b"metric,value\nacc,\xff\n", "r.csv:2  is not UTF-8 (byte 5 of the line)"),
         ("r.csv", "", 'has no column "value"; it has none'),
         ("r.jsonl", '{"value": 1, "metric": "acc"}\n\n{"value": \n', "r.jsonl:3 is no JSON object (Expecting value"),
@@ -135,7 +137,7 @@ def test_bad_content_is_refused_with_its_line(read: Reader, name: str, content: 
 
 @pytest.mark.parametrize("metric", [None, "acc"])
 def test_table_without_rows_has_no_results(read: Reader, metric: str | None):
-    assert read("condition,acc\n", request=Request(metric=metric, column=metric)) == []
+    assert read("condition,acc\n", request=Request(metric=metric)) == []
 
 
 def test_missing_column_is_refused_with_the_line_to_type(read: Reader):
@@ -150,7 +152,9 @@ def test_table_without_a_condition_is_refused_with_the_line_to_type(tmp_path: Pa
     path = tmp_path / "results.csv"
     path.write_text("method,value\ngrpo,1\n")
 
-    with pytest.raises(UsageError, match=r'write under .* or, for a table, columns = { condition = "NAME OF'):
+    with pytest.raises(
+        UsageError, match=r'path = ".*" and condition = "…" or, for a table, columns = { condition = "N'
+    ):
         collect([Results(path=str(path), format="table")], Compare(), tmp_path)
 
 
