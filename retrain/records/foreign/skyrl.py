@@ -1,9 +1,9 @@
 """Evaluations of SkyRL 0.4: ``<export_path>/dumped_evals/global_step_N_evals``, and ``eval_only`` outside of training.
 
 ``aggregated_results.jsonl`` is one line with the numbers of all data sources (``eval/<source>/<metric>``).
-``<source>.jsonl`` has a line for each answer, whose metric is ``score``; ``avg_score`` is its mean. With
-``step_wise_trajectories`` the lines are steps of answers, so that the mean of their scores is another. The training
-seed, ``trainer.seed``, is in neither file.
+``<source>.jsonl`` has a line for each answer, whose metric is ``score``; ``avg_score`` is its mean. The source ``all``
+has no answers of its own. With ``step_wise_trajectories`` the lines are steps of answers, so that the mean of their
+scores is another. The training seed, ``trainer.seed``, is in neither file.
 """
 
 import math
@@ -46,8 +46,9 @@ def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
             if found := NUMBER.fullmatch(key):
                 source, metric = found.groups()
                 value = number(content, f"{path}:{line}: {key}")
-                for name in (metric, "score") if metric == "avg_score" else (metric,):
-                    yield ResultRow(name, value, step, source, line=line)
+                yield ResultRow(metric, value, step, source, line=line)
+                if metric == "avg_score" and source != "all":
+                    yield ResultRow("score", value, step, source, line=line)
 
 
 def _score(value: object, where: str) -> float | None:

@@ -27,6 +27,7 @@ def test_numbers_of_all_data_sources_and_of_each():
 
     numbers = {(row.set, row.metric): row.value for row in rows}
     assert numbers["openai_gsm8k", "score"] == numbers["openai_gsm8k", "avg_score"] == 0.625
+    assert [name for name, metric in numbers if metric == "score"] == ["openai_gsm8k"]
     assert numbers["openai_gsm8k", "pass_at_2"] == 1.0
     assert numbers["all", "generate/avg_num_tokens"] == 2.25
     assert {(row.step, row.seed) for row in rows} == {(20, None)}
