@@ -120,7 +120,7 @@ def matches(pattern: str, base: Path) -> list[Match]:
     """Return the paths that ``pattern`` matches, sorted. Raises NothingFound, with the nearest existing path, if there
     is none."""
     path = Path(pattern).expanduser()
-    if (base / path).exists():
+    if os.path.exists(base / path):  # False where permission is denied
         if not ((base / path).is_file() or (base / path).is_dir()):
             raise UsageError(f"{pattern} is no regular file: write the results into one")
         return [Match(base / path, {})]
@@ -130,6 +130,7 @@ def matches(pattern: str, base: Path) -> list[Match]:
     if not nearest.is_dir():
         raise NothingFound(f"nothing matches {pattern}: {nearest} is a file")
     part = path.parts[len(parent.parts)]
+    _require_readable(nearest)
     names = sorted(entry.name for entry in nearest.iterdir())
     close = get_close_matches(part, names, n=1)
     hint = f"did you mean {close[0]}?" if close else f"it contains {listed(names, 5) or 'nothing'}"
@@ -155,7 +156,7 @@ def _glob(path: Path, base: Path) -> list[Match]:
             raise UsageError(f"{path}: {token} is not a placeholder; there are {names}")
     found = ((name, re.fullmatch(expression, name)) for name in sorted(glob.glob(text, root_dir=base, recursive=True)))
     named = [Match(base / name, match.groupdict()) for name, match in found if match]
-    return [match for match in named if match.path.is_file() or match.path.is_dir()]  # no links to nothing
+    return [match for match in named if os.path.isfile(match.path) or os.path.isdir(match.path)]  # no links to nothing
 
 
 def _runs_of_files(entry: Results, matched: Sequence[Match], known: Format | None) -> list[RunFiles]:
