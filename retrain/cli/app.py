@@ -31,8 +31,8 @@ COMMANDS = {
     "Look": {
         "look:check": "Check a file and print every mistake with its fix.",
         "explain:explain": "Show a file's conditions, detectable effects and costs; train nothing.",
-        "evaluate:eval_": "Evaluate models on held-out problems; train nothing.",
-        "trial:try_": "Show a file's prompts, sampled answers and rewards; train nothing.",
+        "probe:eval_": "Evaluate models on held-out problems; train nothing.",
+        "probe:try_": "Show a file's prompts, sampled answers and rewards; train nothing.",
         "probe:probe": "Compare the updates of all conditions on the same rollouts.",
         "status:status": "Show runs: state, steps, reward and held-out accuracy.",
         "ui:ui": "Show campaigns and runs on a local web page, live.",
