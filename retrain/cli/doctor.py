@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from retrain.cli.output import note
-from retrain.doctor import servers, vllm
+from retrain.doctor import servers
 from retrain.doctor.checks import report, run_checks
 from retrain.doctor.results import FAIL, SKIP, Result
 from retrain.doctor.subject import DoctorModel, ModelSource
@@ -51,7 +51,7 @@ def check_servers(url: Sequence[str], engine: str | None, model: str | None, fil
     """
     config = servers.server_config(url, engine, model, file)
     print(f"{config.inference.engine} at {', '.join(url)}, compared with {one_line(config.model.model)} here")
-    results = print_results(lambda begins: servers.check_servers(config, begins, any_rank=file is None))
+    results = print_results(lambda begins: servers.run_checks(config, begins, servers.RUNNING, file is None))
     return int(any(result.status == FAIL for result in results))
 
 
@@ -60,9 +60,9 @@ def check_vllm(file: Path) -> int:
 
     Raises UsageError if no vLLM can be started, ModelError for a model that cannot be loaded.
     """
-    config, note_on_engine = vllm.vllm_plan(file)
+    config, note_on_engine = servers.vllm_plan(file)
     print(f"{note_on_engine}; compared with {one_line(config.model.model)} here")
-    results = print_results(lambda begins: vllm.check_vllm(config, begins))
+    results = print_results(lambda begins: servers.run_checks(config, begins, servers.VLLM))
     return int(any(result.status == FAIL for result in results))
 
 
