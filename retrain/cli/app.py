@@ -35,7 +35,7 @@ COMMANDS = {
         "probe:try_": "Show a file's prompts, sampled answers and rewards; train nothing.",
         "probe:probe": "Compare the updates of all conditions on the same rollouts.",
         "status:status": "Show runs: state, steps, reward and held-out accuracy.",
-        "ui:ui": "Show campaigns and runs on a local web page, live.",
+        "serve:ui": "Show campaigns and runs on a local web page, live.",
         "look:compare": "Compare conditions over seeds: paired differences, confidence intervals, verdicts.",
         "look:report": "Write the HTML report of a campaign or run.",
         "adapters:sample": "Sample from an adapter and its base, side by side.",
