@@ -64,15 +64,6 @@ class Board(NullObserver):
     def view(self, spec: SpecLike) -> RunView:
         return self.runs.setdefault(spec.run_id, RunView(spec.run_id, spec.label, spec.seed))
 
-    def steps_of_all(self) -> tuple[int, int]:
-        """Return the finished and the planned steps of all runs. A waiting run counts with the steps of the longest
-        started run, a failed or stopped one with its finished steps."""
-        views = self.runs.values()
-        longest = max((view.max_steps for view in views), default=0)
-        ended = ("failed", "stopped")
-        total = sum(view.steps_done if view.state in ended else view.max_steps or longest for view in views)
-        return sum(view.steps_done for view in views), total
-
     def plan(self, specs: Sequence[SpecLike]) -> None:
         for spec in specs:
             self.view(spec)
@@ -104,10 +95,9 @@ class PlainConsole(Board):
     seconds, have passed since the last one. With ``verbose`` every step of every run has a line instead.
     """
 
-    def __init__(self, stream: IO[str] | None = None, verbose: bool = False):
+    def __init__(self, stream: IO[str], verbose: bool = False):
         super().__init__()
-        self.stream = stream or sys.stdout
-        self.verbose = verbose
+        self.stream, self.verbose = stream, verbose
         self._began: float | None = None
         self._last_line = 0.0
         self._steps = self._unreported = 0  # since the start, and since the last progress line
@@ -168,18 +158,21 @@ class PlainConsole(Board):
         the last steps of the running ones."""
         self._steps += 1
         self._unreported += 1
-        done, total = self.steps_of_all()
-        now = self.clock()
+        views, now = self.runs.values(), self.clock()
+        longest, ended = max(view.max_steps for view in views), ("failed", "stopped")
+        # A waiting run counts with the steps of the longest started run, a failed or stopped one with its finished.
+        total = sum(view.steps_done if view.state in ended else view.max_steps or longest for view in views)
+        done = sum(view.steps_done for view in views)
         if 10 * self._unreported < total and now - self._last_line < PROGRESS_EVERY_S:
             return
         self._unreported, self._last_line = 0, now
-        running = [view for view in self.runs.values() if view.state == "running"]
+        running = [view for view in views if view.state == "running"]
 
         def mean(key: str) -> float | None:
             values = [view.row[key] for view in running if view.row.get(key) is not None]
             return sum(values) / len(values) if values else None
 
-        waiting = sum(view.state == "waiting" for view in self.runs.values())
+        waiting = sum(view.state == "waiting" for view in views)
         pairs = {"done": f"{done}/{total}", "running": len(running), "waiting": waiting}
         pairs |= {name: number(mean(key), digits) for name, (key, digits) in NUMBERS.items() if name != "loss"}
         elapsed = now - (now if self._began is None else self._began)
@@ -197,12 +190,10 @@ class PlainConsole(Board):
 class LiveConsole(Board):
     """Redraws a table in place, with one row per run and the last steps below; messages are printed above it."""
 
-    def __init__(self, console: Console | None = None):
+    def __init__(self, console: Console):
         super().__init__()
-        self.console = console or Console()
-        self.live = Live(
-            console=self.console, get_renderable=self._drawn, refresh_per_second=2, vertical_overflow="crop"
-        )
+        self.console = console
+        self.live = Live(console=console, get_renderable=self._drawn, refresh_per_second=2, vertical_overflow="crop")
 
     def view(self, spec: SpecLike) -> RunView:
         view = super().view(spec)
@@ -326,7 +317,7 @@ def _table(
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=header, style=style)
     cells = [[column.cell(view, row) for column in columns] for view, row in rows]
     taken = sum(
-        max(column.least, len(column.heading), *map(_text_width, values)) + 1
+        max(column.least, len(column.heading), *(len(cell) for cell in values if isinstance(cell, str | Text))) + 1
         for column, *values in zip(columns, *cells, strict=True)
     )
     least = 12 if is_dim else 8  # without these bounds rich would shrink the names to nothing before any other column
@@ -336,10 +327,6 @@ def _table(
     for (view, _), values in zip(rows, cells, strict=True):
         table.add_row(Text(visible(view.run_id), "" if is_dim else STATE_STYLES[view.state]), *values)
     return table
-
-
-def _text_width(cell: RenderableType) -> int:
-    return len(cell) if isinstance(cell, str | Text) else 0
 
 
 def status_view(status: Values, width: int = 80) -> RenderableType:

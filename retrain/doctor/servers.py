@@ -130,7 +130,6 @@ def starts(servers: Servers) -> Result:
 
 
 def canary(servers: Servers) -> Result:
-    """Run the canary of a training run."""
     config, base = servers.config, servers.base
     tolerance = config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
     default, result = config.model.lora_rank, Result(FAIL)
