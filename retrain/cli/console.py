@@ -64,6 +64,15 @@ class Board(NullObserver):
     def view(self, spec: SpecLike) -> RunView:
         return self.runs.setdefault(spec.run_id, RunView(spec.run_id, spec.label, spec.seed))
 
+    def steps_of_all(self) -> tuple[int, int]:
+        """Return the finished and the planned steps of all runs. A waiting run counts with the steps of the longest
+        started run, a failed or stopped one with its finished steps."""
+        views = self.runs.values()
+        longest = max((view.max_steps for view in views), default=0)
+        ended = ("failed", "stopped")
+        total = sum(view.steps_done if view.state in ended else view.max_steps or longest for view in views)
+        return sum(view.steps_done for view in views), total
+
     def plan(self, specs: Sequence[SpecLike]) -> None:
         for spec in specs:
             self.view(spec)
@@ -158,21 +167,18 @@ class PlainConsole(Board):
         the last steps of the running ones."""
         self._steps += 1
         self._unreported += 1
-        views, now = self.runs.values(), self.clock()
-        longest, ended = max(view.max_steps for view in views), ("failed", "stopped")
-        # A waiting run counts with the steps of the longest started run, a failed or stopped one with its finished.
-        total = sum(view.steps_done if view.state in ended else view.max_steps or longest for view in views)
-        done = sum(view.steps_done for view in views)
+        done, total = self.steps_of_all()
+        now = self.clock()
         if 10 * self._unreported < total and now - self._last_line < PROGRESS_EVERY_S:
             return
         self._unreported, self._last_line = 0, now
-        running = [view for view in views if view.state == "running"]
+        running = [view for view in self.runs.values() if view.state == "running"]
 
         def mean(key: str) -> float | None:
             values = [view.row[key] for view in running if view.row.get(key) is not None]
             return sum(values) / len(values) if values else None
 
-        waiting = sum(view.state == "waiting" for view in views)
+        waiting = sum(view.state == "waiting" for view in self.runs.values())
         pairs = {"done": f"{done}/{total}", "running": len(running), "waiting": waiting}
         pairs |= {name: number(mean(key), digits) for name, (key, digits) in NUMBERS.items() if name != "loss"}
         elapsed = now - (now if self._began is None else self._began)

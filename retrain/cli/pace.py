@@ -51,9 +51,7 @@ def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace |
 
 def _pace_of(home: Path, config: Values, device: str) -> Pace | None:
     """Return the pace of one directory, None if no run of it matches. Raises an error if its records are damaged."""
-    facts = read_json(home / ENVIRONMENT)
-    here = (processor(), usable_cpus(), [gpu.name for gpu in nvidia_gpus()])
-    if here != (facts["processor"], facts["cpus_usable"], [gpu["name"] for gpu in facts["gpus"]]):
+    if not _is_this_machine(read_json(home / ENVIRONMENT)):
         return None
     manifest = read_manifest(home)
     done = [entry for entry in run_entries(home, manifest) if entry.state == "done"]
@@ -83,3 +81,8 @@ def _run_pace(run: Path, config: Values, device: str) -> tuple[float, int, tuple
 
     recorded = {section: facts[section] for section in config if section in facts}
     return sum(row["step_time_s"] for row in rows), completions, tuple(differences(recorded, config, may_change_pace))
+
+
+def _is_this_machine(facts: Values) -> bool:
+    here = (processor(), usable_cpus(), [gpu.name for gpu in nvidia_gpus()])
+    return here == (facts["processor"], facts["cpus_usable"], [gpu["name"] for gpu in facts["gpus"]])

@@ -112,6 +112,11 @@ class _Run:
         self.last_step = -1
         self.next_evaluation: dict[str, int] = {}
 
+    def begins(self, state: str, replaced: bool) -> bool:
+        """Return whether the run has started since the last report, or restarted after its files were truncated."""
+        is_new = self.state == "pending" or replaced or (state == "running" and self.state != state)
+        return is_new and state != "pending"
+
 
 class Follower:
     """Reports events of the runs at ``directory`` (a run, a campaign, or a directory of those) to ``observer``."""
@@ -157,8 +162,7 @@ class Follower:
             run.last_step = -1
         if run.last_step < 0:
             rows = rows[-1:]  # earlier events are not reported
-        is_new = replaced or run.state == "pending" or (entry.state == "running" and run.state != "running")
-        if is_new and entry.state != "pending":
+        if run.begins(entry.state, replaced):
             if entry.worker:
                 self.observer.placed(run, entry.worker)
             self.observer.run_started(run, int(rows[0]["step"]) if rows else entry.step or 0, entry.max_steps or 0)
