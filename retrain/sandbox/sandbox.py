@@ -227,8 +227,7 @@ class Sandbox:
         by_itself = ended in ("exit", "done", "stopped")
         if not reply["clean"] or not by_itself or (self.keep_state and ended == "exit"):
             self.close()
-        note = f"\n[{reply['left_out']} characters left out]\n" if reply["left_out"] else ""
-        return SandboxOutcome(reply["head"] + note + reply["tail"], ended, reply["status"], self._fresh)
+        return SandboxOutcome(reply["output"], ended, reply["status"], self._fresh)
 
     def send_line(self, line: str) -> None:
         """Answer the line that ``next_line`` has returned."""
