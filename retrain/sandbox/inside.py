@@ -219,13 +219,11 @@ class Interpreter:
             pass
         self.relay_answer(poll)  # the line that the code wrote just before it ended
         if not self.alive:
-            for descriptor in (self.output, self.done, self.orders, self.process, self.requests, self.answers):
-                os.close(descriptor)
+            self.close()
         output = shortened(printed.getvalue(), setup["output_characters"])
         return {"ended": ended, "status": status, "clean": True, "output": output}
 
     def exceeded(self, printed: int, is_late: bool, measures_memory: bool) -> str:
-        """Return the limit that the code exceeds, or ""."""
         if printed > FLOOD or len(self.line) > FLOOD:
             return "output"
         if is_late:
@@ -283,6 +281,10 @@ class Interpreter:
         if not data or not self.may_answer:
             poll.register(self.answers, 0)  # known to poll(), so that unregister() does not raise
             poll.unregister(self.answers)
+
+    def close(self) -> None:
+        for descriptor in (self.output, self.done, self.orders, self.process, self.requests, self.answers):
+            os.close(descriptor)
 
     def read_done(self, poll: select.poll) -> tuple[str, int]:
         code = os.read(self.done, 1)
@@ -377,8 +379,6 @@ def report(error: BaseException) -> None:
 
 
 class Output(StringIO):
-    """The text that code has printed."""
-
     def __init__(self) -> None:
         super().__init__()
         # Incremental: a read may end inside a character.
