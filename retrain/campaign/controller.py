@@ -20,11 +20,11 @@ from retrain.campaign.planning.manifest import (
     CampaignObserver,
     CampaignOutcome,
     Manifest,
+    declaration,
     has_begun,
     read_plan,
     recorded_entries,
     restored_when_refused,
-    store_declaration,
     summary,
     write_plan,
 )
@@ -55,7 +55,6 @@ from retrain.records.environment import run_facts, system_files
 from retrain.records.observer import Observer
 from retrain.records.reader import planned_configs
 from retrain.records.registry import OFF, ON, Registry
-from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import ENDED, RunEntry
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
 from retrain.training.inputs import CohortJob, Guard, allow_all
@@ -155,14 +154,16 @@ def _write_facts(directory: Path, loaded: LoadedConfig) -> None:
 
 def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[], None]) -> Manifest:
     """Have differences from the directory's records approved; return the manifest, with declaration and registry."""
-    directory, configs = plan.directory, planned_configs(plan.directory)
+    directory = plan.directory
     entries, lost = recorded_entries(directory, plan.specs)
     _approve(plan, observer, approval, lost, entries)
-    registry = "" if has_begun(entries.values()) or not plan.specs[0].is_campaign else plan.registry
+    begun = has_begun(entries.values())
+    registry = plan.registry if plan.specs[0].is_campaign and not begun else ""
     if registry == ON:
         registry = Registry(directory).prepare(observer)
     manifest = Manifest.open(directory, plan.name, plan.specs, guard)
-    store_declaration(manifest.content, plan.specs, list(entries.values()), configs)
+    if not begun:  # until then, a later start may replace the declaration
+        manifest.content["declared"] = declaration(plan.specs).to_row()
     if registry:
         manifest.content["registry"] = registry
     elif plan.registry == OFF and manifest.is_registered:
@@ -419,8 +420,9 @@ class Controller:
         if not hoped:
             return {}
         of_condition = {spec.label: spec for spec in reversed(hoped)}
-        first = _squeezed_label(content) or self._squeezed.get("squeeze", hoped[0]).label
-        due = {} if content.get("squeeze") else {"squeeze": of_condition[first]}
+        analysis = content.get("squeeze")
+        first = analysis["label"] if analysis else self._squeezed.get("squeeze", hoped[0]).label
+        due = {} if analysis else {"squeeze": of_condition[first]}
         if hoped[0].config.squeeze.runs == "one per condition":
             analysed = {first, *(content.get("squeezes") or ())}
             due |= {f"squeeze/{label}": spec for label, spec in of_condition.items() if label not in analysed}
@@ -445,15 +447,6 @@ def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[Ru
     known = {spec.run_id: spec for spec in specs}
     recorded = [[known[name] for name in group if name in known] for group in manifest.content.get("cohorts", [])]
     return [group for group in recorded if any(manifest.run(spec.run_id).state != "pending" for spec in group)]
-
-
-def _squeezed_label(content: Values) -> str | None:
-    report = content.get("squeeze")
-    if not report:
-        return None
-    name = Path(report["run"]).parent.name
-    # Old records have only the run's path, not the label of its condition.
-    return report.get("label") or next((run["label"] for run in content["runs"] if run["run_id"] == name), None)
 
 
 def _report(manifest: Manifest, observer: Observer) -> None:
