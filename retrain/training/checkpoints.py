@@ -14,12 +14,11 @@ from retrain.files import aside_of, iter_jsonl, read_json, sha256, write_bytes, 
 from retrain.ownership import Owner, install, is_whole, owner_of, publish, remove
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.records.reader import recorded_checkpoints
-from retrain.records.recorder import ROW_FILES, RunRecorder
+from retrain.records.recorder import RunRecorder
 from retrain.records.schema.campaign import CheckpointFiles
 from retrain.records.schema.layout import EVALUATION_FILES, MANIFEST, SAVED, STATE
 from retrain.records.schema.rows import Checkpoint
 from retrain.training.state import RunState
-from retrain.util.jsonl import last_row
 
 FORMAT = 3
 
@@ -139,18 +138,14 @@ def missing_rows(run_directory: Path, step: int) -> list[str]:
     """Return one sentence for each record file that lacks rows which it had when the checkpoint of ``step`` was
     written.
 
-    The checkpoint holds the number of rows of each file. Checkpoints of early versions do not: for these, the step of
-    each file's last row is compared with ``step``. Damaged files are skipped, because resuming reports them.
+    The checkpoint holds the number of rows of each file. Damaged files are skipped, because resuming reports them.
     """
     saved = read_json(checkpoint_directory(run_directory, step) / STATE)
-    expected: dict[str, int] = (saved.get("recorder") or {}).get("rows") or {}
     missing = []
-    for name in expected or ROW_FILES:
+    for name, expected in saved["recorder"]["rows"].items():
         with suppress(CheckpointError):
-            if expected and (found := count_rows(run_directory, name, step)) < expected[name]:
-                missing.append(f"{name} has {found} of its {expected[name]} rows")
-            elif not expected and (last := last_row(run_directory / name).get("step", -1)) < step - 1:
-                missing.append(f"{name} has no rows after step {last}" if last >= 0 else f"{name} has no rows")
+            if (found := count_rows(run_directory, name, step)) < expected:
+                missing.append(f"{name} has {found} of its {expected} rows")
     return missing
 
 
