@@ -219,7 +219,7 @@ def load_model(
     if not is_local(config):
         return plugin_model(specs, job.folder)
 
-    def prepare() -> tuple[BaseModel, Lanes, LocalEngine | ServerEngine | AbsentEngine, Workers, Teachers, MemoryPlan]:
+    def prepare() -> tuple[BaseModel, Lanes, Engine, Workers, Teachers, MemoryPlan]:
         if server_events is None:
             base, lanes, engine = bases.with_engine(config, observer.message)
         elif ranks is None or ranks.is_first:

@@ -35,7 +35,6 @@ from retrain.policy.update import DistributionTeacher
 from retrain.ranks import RankGroup
 from retrain.threads import Workers
 from retrain.tokenizer import ByteTokenizer, Tokenizer
-from retrain.training.by_ranks import AbsentEngine
 from retrain.training.watch import Watch
 
 T = TypeVar("T")
@@ -62,7 +61,7 @@ class CohortModel:
 def local_model(
     base: BaseModel,
     lanes: Lanes,
-    engine: LocalEngine | ServerEngine | AbsentEngine,
+    engine: Engine,
     workers: Workers,
     plan: MemoryPlan,
     ranks: RankGroup | None = None,

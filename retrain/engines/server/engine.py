@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from retrain.config.machine import Released
-from retrain.engines.protocol import EngineState, Finished
+from retrain.engines.protocol import Engine, Finished
 from retrain.engines.server.adapters import AbandonedAdapters, AdapterStore, PublishedAdapter
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.completions import Completions, ServedModel, Trial
@@ -42,15 +42,12 @@ class _Call:
     loading_s: float = 0.0  # Seconds of waiting for servers to load adapters
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """Samples with servers that hold the base ``model``; several versions of a run may be published at the same time.
 
     ``new_client`` makes the client of an address. ``notify(text, level)`` is called when servers are lost or return. A
     ``fleet`` starts the servers and provides their addresses; ``close`` closes it too.
     """
-
-    gives_entropy = False
-    exact = False
 
     def __init__(
         self,
@@ -181,19 +178,12 @@ class ServerEngine:
             await asyncio.gather(*(server.adapters.unload(published.name) for server in self.pool.servers))
             await asyncio.to_thread(self.store.remove, published.name)
 
-    # -- state --------------------------------------------------------------------------------------------------
-
-    def state(self) -> EngineState:
-        return {}
-
-    def restore(self, state: EngineState) -> None: ...
+    # -- sampling -----------------------------------------------------------------------------------------------
 
     def forget_sequences(self) -> None:
         """Forget which server has which rollout. Servers on the trainer's GPU sleep until the next ``sample``."""
         self.pool.forget_homes()
         self._loop.run(self._gpu.sleep(self.pool.servers))
-
-    # -- sampling -----------------------------------------------------------------------------------------------
 
     def sample(
         self,
