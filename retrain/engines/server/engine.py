@@ -18,7 +18,7 @@ from retrain.config.machine import Released
 from retrain.engines.protocol import Engine, Finished
 from retrain.engines.server.adapters import AbandonedAdapters, AdapterStore, PublishedAdapter
 from retrain.engines.server.client import ServerClient
-from retrain.engines.server.completions import Completions, ServedModel, Trial
+from retrain.engines.server.completions import Completions, ReturnTrial, ServedModel
 from retrain.engines.server.connection import RequestFailed
 from retrain.engines.server.fleet import Fleet
 from retrain.engines.server.loop import LoopThread
@@ -182,7 +182,7 @@ class ServerEngine(Engine):
 
     def forget_sequences(self) -> None:
         """Forget which server has which rollout. Servers on the trainer's GPU sleep until the next ``sample``."""
-        self.pool.forget_homes()
+        self.pool.homes.clear()
         self._loop.run(self._gpu.sleep(self.pool.servers))
 
     def sample(
@@ -260,6 +260,6 @@ class ServerEngine(Engine):
 
     # -- trials -------------------------------------------------------------------------------------------------
 
-    def set_trials(self, trials: Sequence[Trial]) -> None:
+    def set_trials(self, trials: Sequence[ReturnTrial]) -> None:
         """Set the trials that a server must pass when it returns or joins late."""
         self.pool.trials = [partial(self._completions.run_trial, self.store, trial) for trial in trials]

@@ -91,7 +91,8 @@ def misreadings(weights: LoraWeights, temperature: float) -> Iterator[Hypothesis
         "alpha is divided by the square root of the rank (rsLoRA)": math.sqrt(alpha),
     }
     for name, factor in factors.items():
-        yield Hypothesis(name, with_scale(weights, weights.scale * factor), temperature)
+        scaled = LoraWeights(weights.shapes, weights.rank, weights.scale * factor, weights.live_rank, weights.flat)
+        yield Hypothesis(name, scaled, temperature)
     for name, kinds in (("attention", ATTENTION), ("MLP", MLP), ("q_proj and v_proj", ("q_proj", "v_proj"))):
         chosen = [shape.name for shape in weights.shapes if shape.name.rpartition(".")[2] in kinds]
         if chosen and len(chosen) < len(weights.shapes):
@@ -104,12 +105,8 @@ def misreadings(weights: LoraWeights, temperature: float) -> Iterator[Hypothesis
         yield Hypothesis(f"the server samples with top_p = {top_p:g} of its own", weights, temperature, top_p)
 
 
-def with_scale(weights: LoraWeights, scale: float) -> LoraWeights:
-    return LoraWeights(weights.shapes, weights.rank, scale, weights.live_rank, weights.flat)
-
-
 def with_layers(weights: LoraWeights, names: Sequence[str]) -> LoraWeights:
-    copied = LoraWeights(weights.shapes, weights.rank, weights.scale, weights.live_rank, weights.flat.clone())
+    copied = weights.frozen()
     for shape in weights.shapes:
         if shape.name not in names:
             copied.B[shape.name].zero_()
