@@ -113,10 +113,21 @@ class LocalPolicy(Policy):
     ) -> Scores:
         batches = [[samples[i] for i in part] for part in parts]
         scores = {kind: [np.zeros(0)] * len(samples) for kind in want}
+        critic = None if self.critic is None else (self.critic.adapter or self.adapter, self.critic.head)
+
+        def compute(kinds: frozenset[Want], indices: Sequence[int]) -> Scored:
+            with products_in_bfloat16(self.bfloat16):
+                temperature, chosen = self.config.training.temperature, [batches[i] for i in indices]
+                return score_microbatches(self.lanes, chosen, kinds, adapter, temperature, critic, self.reference)
+
         # The base's passes run separately, because their time is reported as the KL's.
         for kinds in filter(None, (want & {Want.REFERENCE}, want - {Want.REFERENCE})):
             begin = time.perf_counter()
-            results = self._score_microbatches(batches, partial(self._compute_scores, kinds, adapter))
+            if self.ranks is None:
+                results = compute(kinds, range(len(batches)))
+            else:
+                sizes = [sum(map(len, samples)) for samples in batches]
+                results = self.ranks.share("scores", sizes, partial(compute, kinds))
             if Want.REFERENCE in kinds:
                 self._reference_s += time.perf_counter() - begin
             for part, arrays in zip(parts, results, strict=True):
@@ -124,20 +135,6 @@ class LocalPolicy(Policy):
                     for i, row_T in zip(part, rows, strict=True):
                         scores[kind][i] = row_T
         return Scores(**{str(kind): rows for kind, rows in scores.items()})
-
-    def _score_microbatches(
-        self, batches: Sequence[list[Sample]], compute: Callable[[Sequence[list[Sample]]], Scored]
-    ) -> Scored:
-        if self.ranks is None:
-            return compute(batches)
-        sizes = [sum(map(len, samples)) for samples in batches]
-        return self.ranks.share("scores", sizes, lambda indices: compute([batches[i] for i in indices]))
-
-    def _compute_scores(self, want: frozenset[Want], adapter: LoraWeights, batches: Sequence[list[Sample]]) -> Scored:
-        critic = None if self.critic is None else (self.critic.adapter or self.adapter, self.critic.head)
-        with products_in_bfloat16(self.bfloat16):
-            temperature, reference = self.config.training.temperature, self.reference
-            return score_microbatches(self.lanes, batches, want, adapter, temperature, critic, reference)
 
     def update(self, batch: StepBatch, objective: Objective, lr: float) -> UpdateResult:
         clip_norm = self.config.optimizer.grad_clip_norm

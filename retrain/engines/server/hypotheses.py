@@ -1,6 +1,6 @@
 """Computes the log-probabilities that a server with a known mistake would return.
 
-The canary calls it before training, and ``training.mismatch`` during a run. A server that misreads an adapter does so
+The canary calls it before training, and ``training.watch`` during a run. A server that misreads an adapter does so
 in one of a few ways; the hypothesis nearest to the server's log-probabilities is reported as the likely cause.
 """
 
