@@ -13,7 +13,7 @@ from torch import Tensor
 from retrain.config import Config
 from retrain.config.runs import RunSpec
 from retrain.device import available_memory
-from retrain.errors import CheckpointError, ModelError
+from retrain.errors import CheckpointError, ModelError, UsageError
 from retrain.files import write_bytes
 from retrain.models.layers import LEAST_ROWS, TRAINED_BYTES, USABLE_SHARE, adapter_bytes, fitting_lanes, update_copy
 from retrain.policy.adapter_io import StoredAdapter, peft_config, read_adapter, write_peft
@@ -198,7 +198,12 @@ class LocalPolicy(Policy):
         """Load the weights of a PEFT directory. Raises ModelError if none of them fit, UsageError if their LoRA
         scale is not the run's."""
         stored = read_adapter(directory)
-        stored.require_scale(self.adapter.scale, str(directory))
+        scale = self.adapter.scale
+        if wrong := [other for other in stored.scales.values() if abs(other - scale) > 1e-9]:
+            raise UsageError(
+                f"{directory} has LoRA scale {wrong[0]:g}, this run {scale:g}: "
+                "set [model] lora_rank and [lora] alpha to the adapter's"
+            )
         self.adapter.load(stored.tensors)
 
     def read(self, directory: Path) -> LocalSnapshot:

@@ -6,7 +6,7 @@ before another base is loaded, the preparations are undone and the base is freed
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -99,7 +99,7 @@ def local_model(
 
     built = _built(type(base.model).__name__, base.tokenizer, engine, dtype, described(base.device), workers, "AdamW")
     if base.quantized:
-        built["quantized"] = base.quantized.facts
+        built["quantized"] = asdict(base.quantized)
     built |= gpu_facts(base.device) | {"ranks": 1 if ranks is None else ranks.count}
     return CohortModel(
         base.name,

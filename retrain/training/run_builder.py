@@ -117,7 +117,12 @@ def check_recorded_facts(
     facts, system = shared_facts(model, data), system_files(job.folder)
     directories = {spec.run_id: run_directory(job.directory, spec) for spec in specs}
     records = {run_id: intact_config(path) for run_id, path in directories.items() if (path / CONFIG).exists()}
-    now = {spec.run_id: facts | _teacher_identity(model, spec) | _rubrics(data, spec) for spec in specs}
+    now = {spec.run_id: dict(facts) for spec in specs}
+    for spec in specs:
+        if (teacher := model.teachers.get(spec.run_id)) is not None:
+            now[spec.run_id]["taught_by"] = teacher.identity
+        if rubrics := column_values(spec.config.graded_columns, data.train, *data.sets.values()):
+            now[spec.run_id]["rubrics"] = rubrics[0]
     for run_id, digest in warm_ups.items():
         now[run_id] |= {"warmup_hash": digest}
     differing = [line for run_id, recorded in records.items() for line in world_changes(recorded, now[run_id])]
@@ -158,16 +163,6 @@ def _tokenizer_digest(tokenizer: object) -> str:
         rules = getattr(tokenizer, "get_vocab", dict)()
     parts = [rules, getattr(tokenizer, "chat_template", None)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _rubrics(data: Dataset, spec: RunSpec) -> dict[str, object]:
-    found = column_values(spec.config.graded_columns, data.train, *data.sets.values())
-    return {"rubrics": found[0]} if found else {}
-
-
-def _teacher_identity(model: CohortModel, spec: RunSpec) -> dict[str, object]:
-    teacher = model.teachers.get(spec.run_id)
-    return {} if teacher is None else {"taught_by": teacher.identity}
 
 
 @dataclass(frozen=True)
