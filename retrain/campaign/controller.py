@@ -346,8 +346,12 @@ class Controller:
         """Execute the work items and the rank analyses that are due; return False if a request to stop came first."""
         try:
             # There may be no cohorts, if an earlier process was killed between the last run and its rank analysis.
-            parts = [*self._around_interim(works), self._squeezes]
-            return all(self.scheduler.carry_out(part()) for part in parts)
+            parts: list[Callable[[], Sequence[WorkItem]]] = [lambda: works]
+            if self.interim is not None and self.specs[0].config.campaign.lanes == "auto":
+                first = set(self.interim.seeds)
+                before = [work for work in works if any(spec.seed in first for spec in work.specs)]
+                parts = [lambda: before, lambda: [work for work in works if work not in before]]
+            return all(self.scheduler.carry_out(part()) for part in [*parts, self._squeezes])
         except (StorageError, DeviceLost, ServerFailed, WorkersLost) as error:
             for entry in self.manifest.runs:
                 if entry.state == "running":
@@ -357,13 +361,6 @@ class Controller:
                 f"{error}\nEverything up to the last checkpoint is saved. {error.advice}, then type: retrain resume "
                 f"{self.directory}"
             ) from error
-
-    def _around_interim(self, works: Sequence[CohortWork]) -> list[Callable[[], Sequence[WorkItem]]]:
-        if self.interim is None or self.specs[0].config.campaign.lanes != "auto":
-            return [lambda: works]
-        first = set(self.interim.seeds)
-        before = [work for work in works if any(spec.seed in first for spec in work.specs)]
-        return [lambda: before, lambda: [work for work in works if work not in before]]
 
     def _after(self, item: WorkItem, end: JobEnded) -> list[WorkItem]:
         if not isinstance(item, CohortWork):
@@ -375,13 +372,10 @@ class Controller:
             more = [item]  # its next job leaves out runs that the interim analysis has stopped
         if end.status == "too_large":
             more = self._in_parts(item, end)
-        return [*more, *self._after_interim()]
-
-    def _after_interim(self) -> list[WorkItem]:
         if self.interim is not None and (unwanted := self.interim.update(self.scheduler.names_under_way)):
             unneeded = unwanted | {entry.run_id for entry in self.manifest.runs if entry.state in ENDED}
             self.scheduler.stop_where(lambda names: names <= unneeded)
-        return self._squeezes()
+        return [*more, *self._squeezes()]
 
     def _in_parts(self, item: CohortWork, short: JobEnded) -> list[WorkItem]:
         parts = smaller_cohorts(item.remaining_runs(), short.lanes, short.reason)
@@ -430,7 +424,9 @@ class Controller:
 
 
 def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> list[list[RunSpec]]:
-    planned = _begun_cohorts(manifest, specs)
+    known = {spec.run_id: spec for spec in specs}
+    recorded = [[known[name] for name in group if name in known] for group in manifest.content.get("cohorts", [])]
+    planned = [group for group in recorded if any(manifest.run(spec.run_id).state != "pending" for spec in group)]
     names = {spec.run_id for group in planned for spec in group}
     rest = [spec for spec in specs if spec.run_id not in names]
     lanes = manifest.content.get("lanes") if specs[0].config.campaign.lanes == "auto" else None
@@ -441,12 +437,6 @@ def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, 
     facts = {"slots": slots} if slots > 1 else {}
     manifest.note(lanes=lanes, cohorts=[[spec.run_id for spec in group] for group in planned], **facts)
     return planned
-
-
-def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
-    known = {spec.run_id: spec for spec in specs}
-    recorded = [[known[name] for name in group if name in known] for group in manifest.content.get("cohorts", [])]
-    return [group for group in recorded if any(manifest.run(spec.run_id).state != "pending" for spec in group)]
 
 
 def _report(manifest: Manifest, observer: Observer) -> None:

@@ -143,9 +143,8 @@ class Worker:
             task, content = claimed
             try:
                 job = job_from_json(content)
-                self._do(
-                    trainer, task, replace(job, directory=self.directory, folder=self.options.folder or job.folder)
-                )
+                folder = self.options.folder or job.folder
+                self._do(trainer, task, replace(job, directory=self.directory, folder=folder))
             except RetrainError as error:  # not a run's fault: the next task would fail too
                 self.send(task, WorkerFault(type(error).__name__, str(error)))
                 return error.exit_status

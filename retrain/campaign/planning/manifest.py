@@ -65,7 +65,8 @@ def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[st
     unknown."""
     path, configs = directory / MANIFEST, planned_configs(directory)
     if not path.is_file():
-        if any(_has_records(run) for run in (directory, *(directory / "runs").glob("*"))):
+        names, runs = (METRICS, EVALS, f"{FINAL}/{MARK}"), (directory, *(directory / "runs").glob("*"))
+        if any(checkpoint_paths(run) or any((run / name).is_file() for name in names) for run in runs):
             raise UsageError(
                 f"{directory} has records of runs and no {MANIFEST}, so that what was declared is not known: restore "
                 "the file from a copy, or begin anew with another --out"
@@ -82,11 +83,6 @@ def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[st
         if entry.state == "done" and spec.config.training.max_steps and not metrics.is_file():
             missing.append(f"{metrics.relative_to(directory)} is missing, and the run counts as done")
     return entries, missing
-
-
-def _has_records(run: Path) -> bool:
-    has_rows = any((run / name).is_file() for name in (METRICS, EVALS, f"{FINAL}/{MARK}"))
-    return has_rows or bool(checkpoint_paths(run))
 
 
 def declaration(specs: Sequence[RunSpec]) -> CampaignDeclaration:
