@@ -298,10 +298,6 @@ class Bases:
         if self._server is not None:
             self._server[1].forget()
 
-    def forget_sequences(self) -> None:
-        if self._engine is not None:
-            self._engine.sequence_cache.clear()
-
     def release(self) -> None:
         if self.ranks is not None:
             self.ranks.in_use = nullcontext
