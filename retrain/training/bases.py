@@ -21,8 +21,7 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.plugin import PluginEngine
 from retrain.engines.protocol import Engine
 from retrain.engines.server.automatic import USABLE, adapter_slots, asleep_bytes, server_rank
-from retrain.engines.server.build import server_engine
-from retrain.engines.server.engine import ServerEngine
+from retrain.engines.server.engine import ServerEngine, server_engine
 from retrain.engines.server.fleet import Fleet
 from retrain.errors import ModelError
 from retrain.policy.backbone import backbone_of

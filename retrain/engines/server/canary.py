@@ -20,13 +20,13 @@ from retrain.engines.server.client import ServerClient
 from retrain.engines.server.completions import ReturnTrial
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.hypotheses import (
-    TOP_P,
     Hypothesis,
     ServedTokens,
     distances,
     misreadings,
     next_tokens,
     rms,
+    sampling_misreadings,
     trainer_logprobs,
 )
 from retrain.errors import ModelError, ServerFailed
@@ -159,7 +159,7 @@ class Canary:
             f"of the adapter's {of_adapter:.2g}; {tolerance:g} is the limit ([inference] tolerance)"
         )
         if of_base > tolerance:
-            cause = self._likeliest(from_base, list(_base_misreadings(temperature)), of_base)
+            cause = self._likeliest(from_base, list(sampling_misreadings(None, temperature)), of_base)
         else:
             cause = self._likeliest(from_adapter, list(misreadings(self.adapter, temperature)), of_adapter)
         raise ModelError(f"{url} does not compute what is trained here: {numbers}. {cause}")
@@ -196,13 +196,6 @@ class Canary:
             f"{server.url}: its seeds do not repeat: {name} sampled {SAMPLES} times with the same seeds gave other "
             f"tokens in {TRIES} of {TRIES} tries. SGLang needs --enable-deterministic-inference"
         )
-
-
-def _base_misreadings(temperature: float) -> Iterator[Hypothesis]:
-    for top_p in TOP_P:
-        yield Hypothesis(f"the server samples with top_p = {top_p:g} of its own", None, temperature, top_p)
-    if temperature != 1:
-        yield Hypothesis(f"log-probabilities are those of temperature 1, not {temperature:g}", None, 1.0)
 
 
 def _advice(name: str) -> str:

@@ -99,6 +99,10 @@ def misreadings(weights: LoraWeights, temperature: float) -> Iterator[Hypothesis
             yield Hypothesis(
                 f"only the adapters of {name} count (target modules)", with_layers(weights, chosen), temperature
             )
+    yield from sampling_misreadings(weights, temperature)
+
+
+def sampling_misreadings(weights: LoraWeights | None, temperature: float) -> Iterator[Hypothesis]:
     if temperature != 1:
         yield Hypothesis(f"log-probabilities are those of temperature 1, not {temperature:g}", weights, 1.0)
     for top_p in TOP_P:
