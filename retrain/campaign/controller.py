@@ -424,9 +424,7 @@ class Controller:
 
 
 def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> list[list[RunSpec]]:
-    known = {spec.run_id: spec for spec in specs}
-    recorded = [[known[name] for name in group if name in known] for group in manifest.content.get("cohorts", [])]
-    planned = [group for group in recorded if any(manifest.run(spec.run_id).state != "pending" for spec in group)]
+    planned = _begun_cohorts(manifest, specs)
     names = {spec.run_id for group in planned for spec in group}
     rest = [spec for spec in specs if spec.run_id not in names]
     lanes = manifest.content.get("lanes") if specs[0].config.campaign.lanes == "auto" else None
@@ -437,6 +435,12 @@ def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, 
     facts = {"slots": slots} if slots > 1 else {}
     manifest.note(lanes=lanes, cohorts=[[spec.run_id for spec in group] for group in planned], **facts)
     return planned
+
+
+def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
+    known = {spec.run_id: spec for spec in specs}
+    recorded = [[known[name] for name in group if name in known] for group in manifest.content.get("cohorts", [])]
+    return [group for group in recorded if any(manifest.run(spec.run_id).state != "pending" for spec in group)]
 
 
 def _report(manifest: Manifest, observer: Observer) -> None:

@@ -117,12 +117,7 @@ def check_recorded_facts(
     facts, system = shared_facts(model, data), system_files(job.folder)
     directories = {spec.run_id: run_directory(job.directory, spec) for spec in specs}
     records = {run_id: intact_config(path) for run_id, path in directories.items() if (path / CONFIG).exists()}
-    now = {spec.run_id: dict(facts) for spec in specs}
-    for spec in specs:
-        if (teacher := model.teachers.get(spec.run_id)) is not None:
-            now[spec.run_id]["taught_by"] = teacher.identity
-        if rubrics := column_values(spec.config.graded_columns, data.train, *data.sets.values()):
-            now[spec.run_id]["rubrics"] = rubrics[0]
+    now = {spec.run_id: facts | _run_facts(model, data, spec) for spec in specs}
     for run_id, digest in warm_ups.items():
         now[run_id] |= {"warmup_hash": digest}
     differing = [line for run_id, recorded in records.items() for line in world_changes(recorded, now[run_id])]
@@ -163,6 +158,13 @@ def _tokenizer_digest(tokenizer: object) -> str:
         rules = getattr(tokenizer, "get_vocab", dict)()
     parts = [rules, getattr(tokenizer, "chat_template", None)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _run_facts(model: CohortModel, data: Dataset, spec: RunSpec) -> dict[str, object]:
+    teacher = model.teachers.get(spec.run_id)
+    rubrics = column_values(spec.config.graded_columns, data.train, *data.sets.values())
+    taught_by = {} if teacher is None else {"taught_by": teacher.identity}
+    return taught_by | ({"rubrics": rubrics[0]} if rubrics else {})
 
 
 @dataclass(frozen=True)
