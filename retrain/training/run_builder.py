@@ -163,7 +163,7 @@ def _tokenizer_digest(tokenizer: object) -> str:
 def _run_facts(model: CohortModel, data: Dataset, spec: RunSpec) -> dict[str, object]:
     teacher = model.teachers.get(spec.run_id)
     rubrics = column_values(spec.config.graded_columns, data.train, *data.sets.values())
-    taught_by = {} if teacher is None else {"taught_by": teacher.identity}
+    taught_by: dict[str, object] = {} if teacher is None else {"taught_by": teacher.identity}
     return taught_by | ({"rubrics": rubrics[0]} if rubrics else {})
 
 
