@@ -118,7 +118,7 @@ def impatient(monkeypatch):
     """Make engines of campaigns and of the doctor wait for servers for tenths of a second."""
     from helpers.servers import IMPATIENT
 
-    monkeypatch.setattr("retrain.engines.server.build.WAITS", IMPATIENT)
+    monkeypatch.setattr("retrain.engines.server.engine.WAITS", IMPATIENT)
 
 
 @pytest.fixture

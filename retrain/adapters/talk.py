@@ -22,8 +22,7 @@ from retrain.config.evaluation import HELDOUT, EvaluationSet
 from retrain.data.prompts import Renderer, conversation, render
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
-from retrain.engines.server.build import server_engine
-from retrain.engines.server.engine import ServerEngine
+from retrain.engines.server.engine import ServerEngine, server_engine
 from retrain.environments.build import SplitEnvironment
 from retrain.environments.protocol import Environment
 from retrain.errors import ModelError, UsageError

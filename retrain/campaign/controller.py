@@ -20,11 +20,11 @@ from retrain.campaign.planning.manifest import (
     CampaignObserver,
     CampaignOutcome,
     Manifest,
+    declaration,
     has_begun,
     read_plan,
     recorded_entries,
     restored_when_refused,
-    store_declaration,
     summary,
     write_plan,
 )
@@ -55,7 +55,6 @@ from retrain.records.environment import run_facts, system_files
 from retrain.records.observer import Observer
 from retrain.records.reader import planned_configs
 from retrain.records.registry import OFF, ON, Registry
-from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import ENDED, RunEntry
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
 from retrain.training.inputs import CohortJob, Guard, allow_all
@@ -155,14 +154,16 @@ def _write_facts(directory: Path, loaded: LoadedConfig) -> None:
 
 def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[], None]) -> Manifest:
     """Have differences from the directory's records approved; return the manifest, with declaration and registry."""
-    directory, configs = plan.directory, planned_configs(plan.directory)
+    directory = plan.directory
     entries, lost = recorded_entries(directory, plan.specs)
     _approve(plan, observer, approval, lost, entries)
-    registry = "" if has_begun(entries.values()) or not plan.specs[0].is_campaign else plan.registry
+    begun = has_begun(entries.values())
+    registry = plan.registry if plan.specs[0].is_campaign and not begun else ""
     if registry == ON:
         registry = Registry(directory).prepare(observer)
     manifest = Manifest.open(directory, plan.name, plan.specs, guard)
-    store_declaration(manifest.content, plan.specs, list(entries.values()), configs)
+    if not begun:  # until then, a later start may replace the declaration
+        manifest.content["declared"] = declaration(plan.specs).to_row()
     if registry:
         manifest.content["registry"] = registry
     elif plan.registry == OFF and manifest.is_registered:
@@ -345,8 +346,12 @@ class Controller:
         """Execute the work items and the rank analyses that are due; return False if a request to stop came first."""
         try:
             # There may be no cohorts, if an earlier process was killed between the last run and its rank analysis.
-            parts = [*self._around_interim(works), self._squeezes]
-            return all(self.scheduler.carry_out(part()) for part in parts)
+            parts: list[Callable[[], Sequence[WorkItem]]] = [lambda: works]
+            if self.interim is not None and self.specs[0].config.campaign.lanes == "auto":
+                first = set(self.interim.seeds)
+                before = [work for work in works if any(spec.seed in first for spec in work.specs)]
+                parts = [lambda: before, lambda: [work for work in works if work not in before]]
+            return all(self.scheduler.carry_out(part()) for part in [*parts, self._squeezes])
         except (StorageError, DeviceLost, ServerFailed, WorkersLost) as error:
             for entry in self.manifest.runs:
                 if entry.state == "running":
@@ -356,13 +361,6 @@ class Controller:
                 f"{error}\nEverything up to the last checkpoint is saved. {error.advice}, then type: retrain resume "
                 f"{self.directory}"
             ) from error
-
-    def _around_interim(self, works: Sequence[CohortWork]) -> list[Callable[[], Sequence[WorkItem]]]:
-        if self.interim is None or self.specs[0].config.campaign.lanes != "auto":
-            return [lambda: works]
-        first = set(self.interim.seeds)
-        before = [work for work in works if any(spec.seed in first for spec in work.specs)]
-        return [lambda: before, lambda: [work for work in works if work not in before]]
 
     def _after(self, item: WorkItem, end: JobEnded) -> list[WorkItem]:
         if not isinstance(item, CohortWork):
@@ -374,13 +372,10 @@ class Controller:
             more = [item]  # its next job leaves out runs that the interim analysis has stopped
         if end.status == "too_large":
             more = self._in_parts(item, end)
-        return [*more, *self._after_interim()]
-
-    def _after_interim(self) -> list[WorkItem]:
         if self.interim is not None and (unwanted := self.interim.update(self.scheduler.names_under_way)):
             unneeded = unwanted | {entry.run_id for entry in self.manifest.runs if entry.state in ENDED}
             self.scheduler.stop_where(lambda names: names <= unneeded)
-        return self._squeezes()
+        return [*more, *self._squeezes()]
 
     def _in_parts(self, item: CohortWork, short: JobEnded) -> list[WorkItem]:
         parts = smaller_cohorts(item.remaining_runs(), short.lanes, short.reason)
@@ -419,8 +414,9 @@ class Controller:
         if not hoped:
             return {}
         of_condition = {spec.label: spec for spec in reversed(hoped)}
-        first = _squeezed_label(content) or self._squeezed.get("squeeze", hoped[0]).label
-        due = {} if content.get("squeeze") else {"squeeze": of_condition[first]}
+        analysis = content.get("squeeze")
+        first = analysis["label"] if analysis else self._squeezed.get("squeeze", hoped[0]).label
+        due = {} if analysis else {"squeeze": of_condition[first]}
         if hoped[0].config.squeeze.runs == "one per condition":
             analysed = {first, *(content.get("squeezes") or ())}
             due |= {f"squeeze/{label}": spec for label, spec in of_condition.items() if label not in analysed}
@@ -445,15 +441,6 @@ def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[Ru
     known = {spec.run_id: spec for spec in specs}
     recorded = [[known[name] for name in group if name in known] for group in manifest.content.get("cohorts", [])]
     return [group for group in recorded if any(manifest.run(spec.run_id).state != "pending" for spec in group)]
-
-
-def _squeezed_label(content: Values) -> str | None:
-    report = content.get("squeeze")
-    if not report:
-        return None
-    name = Path(report["run"]).parent.name
-    # Old records have only the run's path, not the label of its condition.
-    return report.get("label") or next((run["label"] for run in content["runs"] if run["run_id"] == name), None)
 
 
 def _report(manifest: Manifest, observer: Observer) -> None:

@@ -142,7 +142,9 @@ class Worker:
                 continue
             task, content = claimed
             try:
-                self._do(trainer, task, self._here(job_from_json(content)))
+                job = job_from_json(content)
+                folder = self.options.folder or job.folder
+                self._do(trainer, task, replace(job, directory=self.directory, folder=folder))
             except RetrainError as error:  # not a run's fault: the next task would fail too
                 self.send(task, WorkerFault(type(error).__name__, str(error)))
                 return error.exit_status
@@ -168,9 +170,6 @@ class Worker:
 
     def send(self, task: str, event: Event) -> None:
         self.write({"task": task, "event": event_to_json(event)})
-
-    def _here(self, job: Job) -> Job:
-        return replace(job, directory=self.directory, folder=self.options.folder or job.folder)
 
     def _do(self, trainer: InProcess, task: str, job: Job) -> None:
         config = job.runs[0].config

@@ -86,10 +86,7 @@ def executor_sets(executor: str | None, workers: int | None, address: str | None
 
 
 def read(file: Path, sets: Sequence[str] | None) -> LoadedConfig:
-    """Return the configuration in ``file``; print warnings on standard error.
-
-    Raises ConfigError with every mistake, UsageError when there is no such file.
-    """
+    """Return the configuration in ``file``; print warnings on standard error."""
     loaded = load(file, sets or ())
     for warning in loaded.warnings:
         print(f"note: {warning}", file=sys.stderr)

@@ -104,10 +104,9 @@ class PlainConsole(Board):
     seconds, have passed since the last one. With ``verbose`` every step of every run has a line instead.
     """
 
-    def __init__(self, stream: IO[str] | None = None, verbose: bool = False):
+    def __init__(self, stream: IO[str], verbose: bool = False):
         super().__init__()
-        self.stream = stream or sys.stdout
-        self.verbose = verbose
+        self.stream, self.verbose = stream, verbose
         self._began: float | None = None
         self._last_line = 0.0
         self._steps = self._unreported = 0  # since the start, and since the last progress line
@@ -197,12 +196,10 @@ class PlainConsole(Board):
 class LiveConsole(Board):
     """Redraws a table in place, with one row per run and the last steps below; messages are printed above it."""
 
-    def __init__(self, console: Console | None = None):
+    def __init__(self, console: Console):
         super().__init__()
-        self.console = console or Console()
-        self.live = Live(
-            console=self.console, get_renderable=self._drawn, refresh_per_second=2, vertical_overflow="crop"
-        )
+        self.console = console
+        self.live = Live(console=console, get_renderable=self._drawn, refresh_per_second=2, vertical_overflow="crop")
 
     def view(self, spec: SpecLike) -> RunView:
         view = super().view(spec)
@@ -326,7 +323,7 @@ def _table(
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=header, style=style)
     cells = [[column.cell(view, row) for column in columns] for view, row in rows]
     taken = sum(
-        max(column.least, len(column.heading), *map(_text_width, values)) + 1
+        max(column.least, len(column.heading), *(len(cell) for cell in values if isinstance(cell, str | Text))) + 1
         for column, *values in zip(columns, *cells, strict=True)
     )
     least = 12 if is_dim else 8  # without these bounds rich would shrink the names to nothing before any other column
@@ -336,10 +333,6 @@ def _table(
     for (view, _), values in zip(rows, cells, strict=True):
         table.add_row(Text(visible(view.run_id), "" if is_dim else STATE_STYLES[view.state]), *values)
     return table
-
-
-def _text_width(cell: RenderableType) -> int:
-    return len(cell) if isinstance(cell, str | Text) else 0
 
 
 def status_view(status: Values, width: int = 80) -> RenderableType:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from retrain.cli.output import note
-from retrain.doctor import servers, vllm
+from retrain.doctor import servers
 from retrain.doctor.checks import report, run_checks
 from retrain.doctor.results import FAIL, SKIP, Result
 from retrain.doctor.subject import DoctorModel, ModelSource
@@ -16,10 +16,7 @@ from retrain.util.text import count, one_line
 
 
 def check_machine(device: str, file: Path | None, report_file: Path | None) -> int:
-    """Run and print every check, write the report, and return the exit status: 1 if a check has failed.
-
-    Raises UsageError for a device or file that cannot be used, ModelError for a model that cannot be loaded.
-    """
+    """Run and print every check, write the report, and return the exit status: 1 if a check has failed."""
     with DoctorModel.open(ModelSource.of(file, device)) as subject:
         base, weights = subject.base, "its own weights" if subject.source.shapes is None else "random weights"
         layers = base.model.config.get_text_config().num_hidden_layers
@@ -45,24 +42,18 @@ def check_machine(device: str, file: Path | None, report_file: Path | None) -> i
 
 
 def check_servers(url: Sequence[str], engine: str | None, model: str | None, file: Path | None) -> int:
-    """Compare servers with the model here, print each check, and return the exit status: 1 if a check has failed.
-
-    Raises UsageError for a file that cannot be used, ModelError for a model that cannot be loaded.
-    """
+    """Compare servers with the model here, print each check, and return the exit status: 1 if a check has failed."""
     config = servers.server_config(url, engine, model, file)
     print(f"{config.inference.engine} at {', '.join(url)}, compared with {one_line(config.model.model)} here")
-    results = print_results(lambda begins: servers.check_servers(config, begins, any_rank=file is None))
+    results = print_results(lambda begins: servers.run_checks(config, begins, servers.RUNNING, file is None))
     return int(any(result.status == FAIL for result in results))
 
 
 def check_vllm(file: Path) -> int:
-    """Start the vLLM of a file, print each check, and return the exit status: 1 if a check has failed.
-
-    Raises UsageError if no vLLM can be started, ModelError for a model that cannot be loaded.
-    """
-    config, note_on_engine = vllm.vllm_plan(file)
+    """Start the vLLM of a file, print each check, and return the exit status: 1 if a check has failed."""
+    config, note_on_engine = servers.vllm_plan(file)
     print(f"{note_on_engine}; compared with {one_line(config.model.model)} here")
-    results = print_results(lambda begins: vllm.check_vllm(config, begins))
+    results = print_results(lambda begins: servers.run_checks(config, begins, servers.VLLM))
     return int(any(result.status == FAIL for result in results))
 
 

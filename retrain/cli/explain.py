@@ -219,7 +219,6 @@ def squeeze_text(config: Config, problems: Problems) -> str:
 
 
 def print_costs(plan: Plan, works: list[RunSize], prompt_tokens: int | None) -> None:
-    """Print model size, memory of the largest cohort, idle devices and, if earlier runs recorded one, the duration."""
     specs, config = plan.specs, plan.specs[0].config
     device, gpus = device_of(config)
     workers = workers_of(config, gpus)

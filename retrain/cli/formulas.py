@@ -132,7 +132,6 @@ def _ramp(sepa: Sepa) -> str:
 
 
 def loss_text(config: Config) -> str:
-    """Return the loss of a run: name, divisor, active terms, and number of updates of a batch."""
     algorithm, several = config.algorithm, config.training.several_updates
     built_in = LOSSES.get(algorithm.loss)
     terms = [f"{algorithm.loss} ({_ratio_text(config, built_in.description) if built_in else 'your own'})"]

@@ -1,6 +1,6 @@
 """Measure from records how long earlier runs took on this machine, for the estimate of ``explain``."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,16 +44,15 @@ def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace |
     settings, paces = config.to_dict(), list[Pace]()
     for home in homes.values():
         with suppress(RetrainError, OSError, ValueError, KeyError, TypeError):  # damaged records
-            if (home / MANIFEST).is_file():
-                paces += _pace_of(home, settings, device)
+            if (home / MANIFEST).is_file() and (pace := _pace_of(home, settings, device)):
+                paces.append(pace)
     return min(paces, key=lambda pace: (len(pace.differing), -pace.directory.stat().st_mtime), default=None)
 
 
-def _pace_of(home: Path, config: Values, device: str) -> Iterator[Pace]:
-    """Yield the pace of one directory, or nothing if no run of it matches. Raises an error if its records are
-    damaged."""
+def _pace_of(home: Path, config: Values, device: str) -> Pace | None:
+    """Return the pace of one directory, None if no run of it matches. Raises an error if its records are damaged."""
     if not _is_this_machine(read_json(home / ENVIRONMENT)):
-        return
+        return None
     manifest = read_manifest(home)
     done = [entry for entry in run_entries(home, manifest) if entry.state == "done"]
     paces = ((entry.run_id, _run_pace(home / entry.path, config, device)) for entry in done)
@@ -61,9 +60,9 @@ def _pace_of(home: Path, config: Values, device: str) -> Iterator[Pace]:
     # Runs of a cohort step together, so each of them has recorded the time of the whole cohort.
     cohorts = manifest.get("cohorts") or [[run_id] for run_id in runs]
     seconds = sum(max((runs[run_id][0] for run_id in cohort if run_id in runs), default=0.0) for cohort in cohorts)
-    if seconds:
-        completions = sum(sampled for _, sampled, _ in runs.values())
-        yield Pace(home, len(runs), seconds, completions, min((keys for *_, keys in runs.values()), key=len))
+    completions = sum(sampled for _, sampled, _ in runs.values())
+    differing = min((keys for *_, keys in runs.values()), key=len, default=())
+    return Pace(home, len(runs), seconds, completions, differing) if seconds else None
 
 
 def _run_pace(run: Path, config: Values, device: str) -> tuple[float, int, tuple[str, ...]] | None:
@@ -76,13 +75,12 @@ def _run_pace(run: Path, config: Values, device: str) -> tuple[float, int, tuple
         return None
     completions = len(rows) * facts["training"]["batch_size"] * facts["training"]["group_size"]
     completions += sum(row[f"eval/{row['name']}/problems"] * row["samples"] for row in evaluation_rows(run))
+
+    def may_change_pace(key: str) -> bool:
+        return defines_run(key) and not key.endswith("seed") and not key.startswith(("evaluation.", "campaign."))
+
     recorded = {section: facts[section] for section in config if section in facts}
-    differing = tuple(differences(recorded, config, _may_change_the_pace))
-    return sum(row["step_time_s"] for row in rows), completions, differing
-
-
-def _may_change_the_pace(key: str) -> bool:
-    return defines_run(key) and not key.endswith("seed") and not key.startswith(("evaluation.", "campaign."))
+    return sum(row["step_time_s"] for row in rows), completions, tuple(differences(recorded, config, may_change_pace))
 
 
 def _is_this_machine(facts: Values) -> bool:

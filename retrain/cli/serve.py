@@ -1,8 +1,13 @@
-"""``serve``: serve a model and adapters over OpenAI's protocol."""
+"""``serve`` and ``ui``: serve models over OpenAI's protocol, and a local web page over directories of runs."""
 
 import os
+import secrets
+import socket
+import webbrowser
+from contextlib import closing
+from pathlib import Path
 
-from retrain.cli.arguments import argument, option
+from retrain.cli.arguments import argument, option, output_path
 from retrain.cli.output import note
 from retrain.errors import UsageError
 from retrain.extras import is_installed, missing
@@ -42,20 +47,17 @@ def serve(
         loaded = load_weights(
             find_model_files(served.config), served.config.backend.device, served.config.inference.dtype
         )
-        server = service.Service(
-            loaded, served.name, max_queue=max_queue, max_rows=max_rows, timeout_s=timeout, notify=note
-        )
-        try:
+        with closing(
+            service.Service(loaded, served.name, max_queue=max_queue, max_rows=max_rows, timeout_s=timeout, notify=note)
+        ) as server:
             for name, directory in served.adapters.items():
                 server.load_at_start(name, directory)
             names = ",".join(server.served)
 
             def ready() -> None:
-                print(f"serving {names} at {listening.url_of(bound)}", flush=True)
+                print(f"serving {names} at {listening.url_of(bound)}/v1", flush=True)
 
             listening.HttpServer(app.app_of(server, key), ready, min(listening.ARRIVAL_S, timeout)).run(sockets=[bound])
-        finally:
-            server.close()
 
 
 def _key(host: str, name: str | None) -> str | None:
@@ -70,3 +72,49 @@ def _key(host: str, name: str | None) -> str | None:
     if not key.isascii() or key != key.strip():
         raise UsageError(f"the key in {name} must be ASCII without spaces around it, as a header can hold it")
     return key
+
+
+def ui(
+    directories: list[Path] | None = argument(
+        "DIR...", "Campaigns, runs, or directories of those; logs without any.", default=None
+    ),
+    port: int = option("--port N", "0 takes a free port.", 8571, min=0, max=65535),
+    host: str = option("--host ADDRESS", "Where to listen; other machines need a token.", "127.0.0.1"),
+    browser: bool = option("--open", "Open the page in a browser.", False),
+    bundle: Path | None = option(
+        "--bundle OUT", "Write a copy that opens without a server, and end.", parser=output_path
+    ),
+) -> None:
+    """Show campaigns and runs on a local web page, live.
+
+    Their files are not changed. Prints the address of the page. Reads the records of retrain, the Tinker cookbook, TRL
+    and trackio. Ctrl-C ends it.
+    """
+    for module in ("starlette", "uvicorn", "jinja2"):
+        if not is_installed(module):
+            raise missing("retrain ui", module, "ui")
+    from retrain.serving.listening import HttpServer, listening_socket, url_of
+    from retrain.ui import bundle as copies
+    from retrain.ui import library, numbers, places, server
+
+    pages = library.Library(places.Places(directories or [Path("logs")]), numbers.cache_directory())
+    if bundle is not None:
+        size = copies.write_bundle(pages, bundle, lambda done, of: note(f"copied {done} of {of}"))
+        print(f"{bundle / 'index.html'}: {size / 1e6:.1f} MB, opens in any browser without a server")
+        return
+    token = None if is_local(host) else secrets.token_urlsafe(24)
+    with listening_socket(host, port) as bound:
+        url = url_of(bound, socket.gethostname()) + (f"/?token={token}" if token else "/")
+        http: HttpServer | None = None
+
+        def ready() -> None:
+            print(f"retrain ui at {url}", flush=True)
+            if browser:
+                webbrowser.open(url)
+
+        app = server.app_of(
+            pages, host=host, port=bound.getsockname()[1], token=token,
+            closing=lambda: http is not None and http.should_exit,
+        )  # fmt: skip
+        http = HttpServer(app, ready)
+        http.run(sockets=[bound])

@@ -27,7 +27,7 @@ class Compare(Section, role=Role.EVALUATES):
     """Name of the deciding metric in the files; `last3:NAME` for the mean over the last three evaluations, `auc:NAME`
     for the area under the curve, `SET/NAME` where several held-out sets have it. Required if the files have several."""
     higher_is_better: bool | None = None
-    """Whether a larger value is an improvement. Required where neither retrain nor the files know."""
+    """True if a larger value is an improvement. Required where neither retrain nor the files know."""
     unit: Unit | None = None
     """`share` for values from 0 to 1, whose differences are given in points; `number` for any other."""
     baseline: str | None = None

@@ -65,16 +65,6 @@ def evaluate_expression(expression: str) -> int:
     return value
 
 
-def problem_of(expression: str, level: str) -> Problem:
-    return Problem(
-        id=f"arithmetic/{expression}",
-        prompt=f"{expression}=?",
-        answer=str(evaluate_expression(expression)),
-        tags=(level,),
-        metadata={"expression": expression},
-    )
-
-
 def arithmetic_problems(split: Split, count: int, levels: Sequence[str] | None = None, seed: int = 0) -> list[Problem]:
     """Return ``count`` different problems of one split, alternating between levels.
 
@@ -108,7 +98,8 @@ def _arithmetic_stream(split: Split, level: str, seed: int) -> Iterator[Problem]
             if expression not in seen:
                 seen.add(expression)
                 if split_of_expression(expression) == split:
-                    yield problem_of(expression, level)
+                    name, answer = f"arithmetic/{expression}", str(evaluate_expression(expression))
+                    yield Problem(name, f"{expression}=?", answer, (level,), {"expression": expression})
 
 
 def _expressions(level: str, numbers: np.random.Generator) -> list[str]:

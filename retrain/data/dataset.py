@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from retrain.config.evaluation import HELDOUT
+from retrain.config.evaluation import HELDOUT, HeldOut
 from retrain.config.tasks import Data
 from retrain.data.arithmetic import arithmetic_problems
 from retrain.data.prompts import conversation, render
@@ -26,14 +26,6 @@ DEFAULT_EVAL_SPLIT = "test"
 # data set takes minutes
 LONGEST_BY_CHARACTERS = 8
 SPARE_TOKENS = 16  # Allowance for the tokens that a tokenizer adds to a text, such as a beginning token
-
-
-class HeldOutRequest(NamedTuple):
-    """A held-out set to load: name, number of problems, and the [data] with its ``eval_source`` and ``eval_split``."""
-
-    name: str
-    problems: int
-    data: Data
 
 
 @dataclass(frozen=True)
@@ -58,19 +50,17 @@ class Dataset:
 
 def load_data(
     data: Data,
-    heldout: int | Sequence[HeldOutRequest],
+    held_out: Sequence[HeldOut] = (),
     max_examples: int | None = None,
     seed: int = 0,
     base_dir: Path | None = None,
 ) -> Dataset:
-    """Return the data set of a ``[data]`` section.
+    """Return the data set of a ``[data]`` section with its held-out sets.
 
-    ``heldout``: the held-out sets to load, or the number of problems of a single set (0: none). ``max_examples`` limits
-    the training problems. ``seed`` decides which problems are generated and which ``max_examples`` keeps. Relative
-    paths are looked up in ``base_dir`` (the TOML's folder), then in the current directory. Raises DataError,
-    MissingExtra or PluginError.
+    ``max_examples`` limits the training problems. ``seed`` decides which problems are generated and which
+    ``max_examples`` keeps. Relative paths are looked up in ``base_dir`` (the TOML's folder), then in the current
+    directory. Raises DataError, MissingExtra or PluginError.
     """
-    held_out = [HeldOutRequest(HELDOUT, heldout, data)] if isinstance(heldout, int) else heldout
     if data.source == "arithmetic":
         size = data.size if max_examples is None else min(data.size, max_examples)
         source = arithmetic_problems("train", size, data.levels, seed)
@@ -90,7 +80,7 @@ def load_data(
 
 
 def _hold_out(
-    held_out: HeldOutRequest, source: list[Problem], train: list[Problem], pool: list[Problem] | None, notes: list[str]
+    held_out: HeldOut, source: list[Problem], train: list[Problem], pool: list[Problem] | None, notes: list[str]
 ) -> tuple[list[Problem], list[Problem]]:
     """Return a held-out set, and ``train`` without the problems that the set was chosen from.
 
@@ -132,7 +122,7 @@ def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str
     return [digest.hexdigest()]
 
 
-def _pool(held_out: HeldOutRequest, seed: int, base_dir: Path | None, notes: list[str]) -> list[Problem] | None:
+def _pool(held_out: HeldOut, seed: int, base_dir: Path | None, notes: list[str]) -> list[Problem] | None:
     """Return the problems from which a held-out set is chosen; None if it is a fraction of the training source."""
     data = held_out.data
     eval_source = data.eval_source

@@ -18,7 +18,7 @@ from retrain.device import is_out_of_memory
 from retrain.engines.dense import Blocks, DenseDecoder, KVCache, SequenceCache
 from retrain.engines.graphs import StepGraphs, cuda_capture
 from retrain.engines.grid import Grid
-from retrain.engines.protocol import EngineState, Finished
+from retrain.engines.protocol import Engine, EngineState, Finished
 from retrain.engines.slots import LaneRequest, SampleIndex, SlotBatch, check_lengths, lanes_of
 from retrain.engines.step import ACTIVATIONS, CPU_DECODING, GPU_DECODING, DecodeSettings, draw, forward, logits
 from retrain.errors import RunFailed
@@ -50,7 +50,7 @@ PROBE_HALF_LIMIT = 0.006
 PROBE_HEAD_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """Samples in this process with the base model and the LoRA lanes that are also trained here.
 
     ``fast``: the model decodes through ``engines.dense``; ``dense=False`` forces the slow path. A batch has as many
@@ -60,7 +60,6 @@ class LocalEngine:
 
     gives_entropy = True
     exact = True
-    is_concurrent = False
 
     def __init__(
         self,
@@ -126,8 +125,6 @@ class LocalEngine:
 
     def forget_sequences(self) -> None:
         self.sequence_cache.clear()
-
-    def cancel(self) -> None: ...  # this process samples in one thread
 
     def forget(self) -> None:
         self._published.clear()

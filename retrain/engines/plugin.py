@@ -5,37 +5,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from retrain.engines.protocol import EngineState, Finished
+from retrain.engines.protocol import Engine, Finished
 from retrain.errors import PluginError
 from retrain.policy.plugin import Backend, PluginSnapshot
 from retrain.policy.protocol import PolicySnapshot
 from retrain.types import Action, PolicyRef, SampleRequest
 
 
-class PluginEngine:
-    exact = False
-    is_concurrent = False
-    sync_seconds: float | None = None
+class PluginEngine(Engine):
+    """Samples with the backend objects of the runs. A backend also samples with its later weights, so that ``retire``
+    drops nothing."""
 
     def __init__(self, plugin: str, gives_entropy: bool):
         self.plugin, self.gives_entropy = plugin, gives_entropy
         self._backends: dict[str, Backend] = {}
 
-    def state(self) -> EngineState:
-        return {}
-
-    def restore(self, state: EngineState) -> None: ...
-
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
         if not isinstance(weights, PluginSnapshot):
             raise TypeError(f"this engine samples with backends, not with {type(weights).__name__}")
         self._backends[ref.run_id] = weights.backend
-
-    def retire(self, ref: PolicyRef) -> None: ...  # the backend of a run also samples with its later weights
-
-    def forget_sequences(self) -> None: ...
-
-    def cancel(self) -> None: ...
 
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None

@@ -17,16 +17,17 @@ class EngineState(TypedDict, total=False):
 class Engine(Protocol):
     """A sampler. ``gives_entropy``: actions carry full-vocabulary entropies. ``exact``: equal weights, requests and
     seeds give equal bits. ``is_concurrent``: sampling and training use different processors, so that later steps can be
-    sampled during an update; ``sample`` may then be called from several threads."""
+    sampled during an update; ``sample`` may then be called from several threads. Methods with a body are defaults, for
+    engines without such a state."""
 
-    gives_entropy: bool
-    exact: bool
-    is_concurrent: bool
+    gives_entropy: bool = False
+    exact: bool = False
+    is_concurrent: bool = False
 
     @property
     def sync_seconds(self) -> float | None:
         """Return the seconds that the last ``sample`` spent on loading published weights; None if not measured."""
-        ...
+        return None
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
         """Make the weights available to requests for the policy ``ref``, until it is retired."""
@@ -34,9 +35,11 @@ class Engine(Protocol):
     def retire(self, ref: PolicyRef) -> None:
         """Drop the weights of ``ref``; no later request may name it. Does nothing if they were not published."""
 
-    def state(self) -> EngineState: ...
+    def state(self) -> EngineState:
+        return {}
 
-    def restore(self, state: EngineState) -> None: ...
+    def restore(self, state: EngineState) -> None:
+        return
 
     def forget_sequences(self) -> None:
         """Drop cached sequences, because no later request will continue them."""

@@ -9,7 +9,7 @@ from retrain.config import Config
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import MARKED, Data
 from retrain.data import Dataset, content_hash, load_data
-from retrain.data.dataset import HeldOutRequest, PromptLimit, without_long_prompts
+from retrain.data.dataset import PromptLimit, without_long_prompts
 from retrain.data.prompts import conversation
 from retrain.environments.hosted import HostedEnvironment, HostedEpisode
 from retrain.environments.protocol import Environment, Episode, EpisodeLimits, Observation, Range, Step
@@ -69,8 +69,7 @@ def data_of(config: Config, folder: Path) -> Dataset:
     """Return the training and held-out problems of a run's configuration. Raises DataError or PluginMissing."""
     if config.environment.provider is not None:
         return provided_data(config, folder)
-    wanted = [HeldOutRequest(each.name, each.problems, each.data) for each in config.held_out]
-    data = load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
+    data = load_data(config.data, config.held_out, config.training.max_examples, config.campaign.seed, folder)
     check_gradable(data, config)
     check_tests(data, config)
     return data

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrain.errors import ModelError, UsageError
+from retrain.errors import ModelError
 from retrain.files import read_json, write_bytes, write_json
 from retrain.models.directory import bundled_model_path, bundled_name
 from retrain.policy.lora import LoraWeights
@@ -151,16 +151,6 @@ class StoredAdapter:
     tensors: dict[str, Pair]
     scales: dict[str, float]
     config: dict
-
-    def require_scale(self, scale: float, named: str) -> None:
-        """Raise UsageError if a module's LoRA scale differs from the run's, ``scale``. ``named``: the adapter's name in
-        the message."""
-        wrong = [stored for stored in self.scales.values() if abs(stored - scale) > 1e-9]
-        if wrong:
-            raise UsageError(
-                f"{named} has LoRA scale {wrong[0]:g}, this run {scale:g}: "
-                "set [model] lora_rank and [lora] alpha to the adapter's"
-            )
 
 
 def read_adapter(directory: Path) -> StoredAdapter:

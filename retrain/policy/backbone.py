@@ -310,21 +310,19 @@ def score_microbatches(
     scores: Scored = []
     for samples in parts:
         batch = collate(samples, lanes.base).to(lanes.base.device)
-        tables: dict[Want, Tensor | None] = {}
+        tables: dict[Want, Tensor] = {}
         with torch.no_grad():
             if Want.REFERENCE in want:
                 with lanes.single(reference):
                     tables[Want.REFERENCE], _ = token_logprobs(lanes.base, batch, temperature)
-            if want & {Want.LOGPROBS, Want.ENTROPY}:
+            if Want.LOGPROBS in want:
                 with lanes.single(adapter):
-                    tables[Want.LOGPROBS], tables[Want.ENTROPY] = token_logprobs(
-                        lanes.base, batch, temperature, entropy=Want.ENTROPY in want
-                    )
+                    tables[Want.LOGPROBS], _ = token_logprobs(lanes.base, batch, temperature)
             if Want.VALUES in want and critic is not None:
                 value_adapter, head = critic
                 with lanes.single(value_adapter):
                     tables[Want.VALUES] = as_table(head(hidden_states(lanes.base, batch)), batch)
-        scores.append({kind: per_sample(table, batch) for kind in want if (table := tables[kind]) is not None})
+        scores.append({kind: per_sample(table, batch) for kind, table in tables.items()})
     return scores
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from retrain.config import Config
 from retrain.config.runs import RunSpec
 from retrain.device import available_memory
-from retrain.errors import CheckpointError, ModelError
+from retrain.errors import CheckpointError, ModelError, UsageError
 from retrain.files import write_bytes
 from retrain.models.layers import LEAST_ROWS, TRAINED_BYTES, USABLE_SHARE, adapter_bytes, fitting_lanes, update_copy
 from retrain.policy.adapter_io import StoredAdapter, peft_config, read_adapter, write_peft
@@ -113,10 +113,21 @@ class LocalPolicy(Policy):
     ) -> Scores:
         batches = [[samples[i] for i in part] for part in parts]
         scores = {kind: [np.zeros(0)] * len(samples) for kind in want}
+        critic = None if self.critic is None else (self.critic.adapter or self.adapter, self.critic.head)
+
+        def compute(kinds: frozenset[Want], indices: Sequence[int]) -> Scored:
+            with products_in_bfloat16(self.bfloat16):
+                temperature, chosen = self.config.training.temperature, [batches[i] for i in indices]
+                return score_microbatches(self.lanes, chosen, kinds, adapter, temperature, critic, self.reference)
+
         # The base's passes run separately, because their time is reported as the KL's.
         for kinds in filter(None, (want & {Want.REFERENCE}, want - {Want.REFERENCE})):
             begin = time.perf_counter()
-            results = self._score_microbatches(batches, partial(self._compute_scores, kinds, adapter))
+            if self.ranks is None:
+                results = compute(kinds, range(len(batches)))
+            else:
+                sizes = [sum(map(len, samples)) for samples in batches]
+                results = self.ranks.share("scores", sizes, partial(compute, kinds))
             if Want.REFERENCE in kinds:
                 self._reference_s += time.perf_counter() - begin
             for part, arrays in zip(parts, results, strict=True):
@@ -124,20 +135,6 @@ class LocalPolicy(Policy):
                     for i, row_T in zip(part, rows, strict=True):
                         scores[kind][i] = row_T
         return Scores(**{str(kind): rows for kind, rows in scores.items()})
-
-    def _score_microbatches(
-        self, batches: Sequence[list[Sample]], compute: Callable[[Sequence[list[Sample]]], Scored]
-    ) -> Scored:
-        if self.ranks is None:
-            return compute(batches)
-        sizes = [sum(map(len, samples)) for samples in batches]
-        return self.ranks.share("scores", sizes, lambda indices: compute([batches[i] for i in indices]))
-
-    def _compute_scores(self, want: frozenset[Want], adapter: LoraWeights, batches: Sequence[list[Sample]]) -> Scored:
-        critic = None if self.critic is None else (self.critic.adapter or self.adapter, self.critic.head)
-        with products_in_bfloat16(self.bfloat16):
-            temperature, reference = self.config.training.temperature, self.reference
-            return score_microbatches(self.lanes, batches, want, adapter, temperature, critic, reference)
 
     def update(self, batch: StepBatch, objective: Objective, lr: float) -> UpdateResult:
         clip_norm = self.config.optimizer.grad_clip_norm
@@ -201,7 +198,12 @@ class LocalPolicy(Policy):
         """Load the weights of a PEFT directory. Raises ModelError if none of them fit, UsageError if their LoRA
         scale is not the run's."""
         stored = read_adapter(directory)
-        stored.require_scale(self.adapter.scale, str(directory))
+        scale = self.adapter.scale
+        if wrong := [other for other in stored.scales.values() if abs(other - scale) > 1e-9]:
+            raise UsageError(
+                f"{directory} has LoRA scale {wrong[0]:g}, this run {scale:g}: "
+                "set [model] lora_rank and [lora] alpha to the adapter's"
+            )
         self.adapter.load(stored.tensors)
 
     def read(self, directory: Path) -> LocalSnapshot:

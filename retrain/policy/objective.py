@@ -114,9 +114,6 @@ def token_weights(
     of per-sequence means (GRPO); ``constant`` 1/(total_sequences·max_tokens) (Dr. GRPO). T_i is the number of tokens of
     sequence i in ``denominator_mask_BT``, by default ``mask_BT``. Totals of 0 give 0.
     """
-    totals = {"total_tokens": total_tokens, "total_sequences": total_sequences, "max_tokens": max_tokens}
-    if any(value < 0 for value in totals.values()):
-        raise ValueError(f"loss denominators must be >= 0: got {totals}")
     if normalizer not in NORMALIZERS:
         raise ValueError(f"unknown loss normalizer {normalizer!r}: one of {', '.join(NORMALIZERS)}")
     if normalizer == "sequences":

@@ -9,7 +9,7 @@ numbers from ``QuantizedLinear.weight``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -151,10 +151,6 @@ class QuantizationEffect:
             f"k3 to the unquantised base {self.k3:.2g} nats per token (KL {self.kl:.2g}), over {self.tokens} tokens of "
             "its own"
         )
-
-    @property
-    def facts(self) -> dict[str, str | float | int]:
-        return asdict(self)
 
 
 def weight_bytes(model: nn.Module) -> int:

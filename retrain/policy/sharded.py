@@ -173,7 +173,7 @@ def load_sharded(
     outer = [module for module in owners if not any(module in modules for modules in inner)]
     if any(layers[0] in module.modules() for module in outer):
         raise ModelError(f"{type(model).__name__} has weights beside its layers that cannot be sharded: {INSTEAD}")
-    files, parts = _Files.find(source, options), dict[str, bytes]()
+    files, parts = _find_files(source, options), dict[str, bytes]()
     reader = _Reader(
         model, files, dtype, device, lambda name, tensor: parts.setdefault(name, fingerprint(name, tensor))
     )
@@ -220,48 +220,46 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(layers)
 
 
-@dataclass(frozen=True)
-class _Files:
-    places: Mapping[str, str]
+def _find_files(source: str, options: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the file of each of a model's tensors, downloaded if necessary. Raises ModelError unless they are
+    safetensors."""
+    from safetensors import safe_open
+    from transformers.utils.hub import cached_file
 
-    @classmethod
-    def find(cls, source: str, options: Mapping[str, Any]) -> _Files:
-        """Return the files of a model, downloaded if necessary. Raises ModelError unless they are safetensors."""
-        from safetensors import safe_open
-        from transformers.utils.hub import cached_file
-
-        hub_options = {key: value for key, value in options.items() if key != "trust_remote_code"}
-        missing: dict[str, Any] = {
-            "_raise_exceptions_for_missing_entries": False,
-            "_raise_exceptions_for_connection_errors": False,
-        }
-        if single_file := cached_file(source, WHOLE, **hub_options, **missing):
-            with safe_open(single_file, framework="pt") as file:
-                return cls(dict.fromkeys(file.keys(), single_file))
-        index = cached_file(source, INDEX, **hub_options, **missing)
-        if not index:
-            raise ModelError(f"it has neither {WHOLE} nor {INDEX}, and others cannot be read in parts: {INSTEAD}")
-        names: dict[str, str] = json.loads(Path(index).read_bytes())["weight_map"]
-        paths = {name: str(cached_file(source, name, **hub_options)) for name in set(names.values())}
-        return cls({name: paths[file] for name, file in names.items()})
-
-    def read(self, name: str) -> torch.Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self.places[name], framework="pt") as file:
-            return file.get_tensor(name)
+    hub_options = {key: value for key, value in options.items() if key != "trust_remote_code"}
+    missing: dict[str, Any] = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    if single_file := cached_file(source, WHOLE, **hub_options, **missing):
+        with safe_open(single_file, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single_file)
+    index = cached_file(source, INDEX, **hub_options, **missing)
+    if not index:
+        raise ModelError(f"it has neither {WHOLE} nor {INDEX}, and others cannot be read in parts: {INSTEAD}")
+    names: dict[str, str] = json.loads(Path(index).read_bytes())["weight_map"]
+    paths = {name: str(cached_file(source, name, **hub_options)) for name in set(names.values())}
+    return {name: paths[file] for name, file in names.items()}
 
 
 class _Reader:
-    """Fills parameters and buffers from files, one at a time; calls ``on_tensor`` with every name and tensor."""
+    """Fills parameters and buffers from ``files`` (by tensor), one at a time; calls ``on_tensor`` with every name and
+    tensor."""
 
     def __init__(
-        self, model: PreTrainedModel, files: _Files, dtype: torch.dtype, device: torch.device, on_tensor: OnTensor
-    ):
+        self, model: PreTrainedModel, files: Mapping[str, str], dtype: torch.dtype, device: torch.device,
+        on_tensor: OnTensor,
+    ):  # fmt: skip
         self.model, self.files, self.dtype, self.device, self.on_tensor = model, files, dtype, device, on_tensor
         self._names: dict[int, list[str]] = {}
         for name, weight in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(weight), []).append(name)
+
+    def _read(self, name: str) -> torch.Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.files[name], framework="pt") as file:
+            return file.get_tensor(name)
 
     def fill(self, module: nn.Module) -> None:
         for weight in list(module.parameters()):
@@ -274,16 +272,16 @@ class _Reader:
         for module_name, module in self.model.named_modules():
             for leaf, tensor in list(module.named_buffers(recurse=False)):
                 name = f"{module_name}.{leaf}".lstrip(".")
-                filled = self.files.read(name).to(tensor.dtype) if name in self.files.places else tensor
+                filled = self._read(name).to(tensor.dtype) if name in self.files else tensor
                 module._buffers[leaf] = filled.to(self.device)
                 if name in state:
                     self.on_tensor(name, filled)
 
     def _fill(self, weight: nn.Parameter, names: list[str]) -> None:
-        name = next((name for name in names if name in self.files.places), None)
+        name = next((name for name in names if name in self.files), None)
         if name is None:
             raise ModelError(f"{names[0]} is under no such name in the model's files, which have to be read: {INSTEAD}")
-        tensor = self.files.read(name).to(self.dtype)
+        tensor = self._read(name).to(self.dtype)
         if tensor.shape != weight.shape:
             raise ModelError(f"{name} is {tuple(tensor.shape)} in the model's files, and {tuple(weight.shape)} in it")
         filled = nn.Parameter(tensor.to(self.device).contiguous(), requires_grad=False)

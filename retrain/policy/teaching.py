@@ -41,7 +41,8 @@ def teacher_source(config: Config, folder: Path) -> TeacherSource:
     if directory is None:
         _check_model(named, config, "")
         return TeacherSource("model", named)
-    if adapter := _adapter_in(directory):
+    places = (directory, directory / FINAL, *reversed(checkpoint_paths(directory)))
+    if adapter := next((path for path in places if (path / ADAPTER_WEIGHTS).is_file()), None):
         return TeacherSource("adapter", str(adapter))
     if finals := final_adapters(directory):
         raise ModelError(f"it is a campaign: give one of its runs, such as {finals[0].parent}")
@@ -52,12 +53,6 @@ def teacher_source(config: Config, folder: Path) -> TeacherSource:
 def _check_model(name: str, config: Config, addition: str) -> None:
     if fault := model_fault(name, trust_remote_code=config.model.trust_remote_code):
         raise ModelError(f"{fault}{addition}")
-
-
-def _adapter_in(directory: Path) -> Path | None:
-    checkpoints = reversed(checkpoint_paths(directory))
-    places = (directory, directory / FINAL, *checkpoints)
-    return next((path for path in places if (path / ADAPTER_WEIGHTS).is_file()), None)
 
 
 def teacher_fault(config: Config, folder: Path) -> str:

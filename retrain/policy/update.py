@@ -195,19 +195,17 @@ class GradientAccumulator:
         return specs, results
 
     def _add_gradients(self, specs: Sequence[MicroBatchSpec]) -> list[MicroBatchResult]:
-        separate = self.context.workers.count > 1 and len(specs) > 1
-        results = self.compute(specs, self.context.budget.checkpointing, separate)
+        workers, recompute = self.context.workers, self.context.budget.checkpointing
+        separate = workers.count > 1 and len(specs) > 1
+        results = workers.map(lambda spec: self._compute(spec, recompute, separate), specs)
         for result in results:  # in a fixed order, so that the sum has the same bits
             for buffer, gradient in zip(self.buffers, result.gradients, strict=False):
                 buffer += gradient
         return results
 
-    def compute(self, specs: Sequence[MicroBatchSpec], recompute: bool, separate: bool) -> list[MicroBatchResult]:
-        """Run the passes of these micro-batches. Gradients are added to ``buffers``, or returned if ``separate``.
-        ``recompute``: layers are computed again in the backward pass instead of keeping their activations."""
-        return self.context.workers.map(lambda spec: self._compute(spec, recompute, separate), specs)
-
     def _compute(self, spec: MicroBatchSpec, recompute: bool, separate: bool) -> MicroBatchResult:
+        """Run the passes of a micro-batch. Gradients are added to ``buffers``, or returned if ``separate``.
+        ``recompute``: layers are computed again in the backward pass instead of keeping their activations."""
         context, timer, gradients = self.context, PhaseTimer(self.base.device, microbatches=1), []
         with products_in_bfloat16(context.bfloat16):
             # With dropout every sequence draws a mask for its own copy of the prompt.
@@ -218,7 +216,8 @@ class GradientAccumulator:
             if context.dropout > 0:
                 # Seeded by the micro-batch's number, so that masks do not depend on the thread or rank that computes
                 # it.
-                torch.manual_seed(torch_seed(*self._dropout_stream, spec.index))
+                update = [self.batch.update] if self.batch.update else []
+                torch.manual_seed(torch_seed(*self.batch.stream, "dropout", self.batch.step, *update, spec.index))
             reference_BT = self._reference_logprobs(batch, timer)
             teacher = self._teacher_states(spec.samples, timer)
             layers = (
@@ -238,11 +237,6 @@ class GradientAccumulator:
         kept = scores.logprobs_BT if self.batch.keep_logprobs else None
         logprobs = [] if kept is None else per_sample(kept.detach().float(), batch)
         return MicroBatchResult(loss.detach(), sums, timer, gradients, logprobs)
-
-    @property
-    def _dropout_stream(self) -> tuple[int | str, ...]:
-        batch = self.batch
-        return (*batch.stream, "dropout", batch.step, *([batch.update] if batch.update else []))
 
     def _reference_logprobs(self, batch: MicroBatch, timer: PhaseTimer) -> Tensor | None:
         if Want.REFERENCE not in self.objective.needs:

@@ -31,7 +31,6 @@ from retrain.rng import generator
 from retrain.rollouts.collect import require_graded
 from retrain.rollouts.queue import StepRollouts, collect_rounds
 from retrain.training.assemble import assemble
-from retrain.training.bases import Bases
 from retrain.training.run import Run
 from retrain.types import CreditedGroup, Group, Rollout, StepBatch
 
@@ -41,7 +40,7 @@ AT_ONCE = 4  # Number of batches that are sampled in one call
 Progress = Callable[[str], None]
 
 
-def probe(plan: Plan, batches: int, progress: Progress, bases: Bases | None = None) -> Row:
+def probe(plan: Plan, batches: int, progress: Progress) -> Row:
     """Return the comparison of the conditions' runs of the first seed, as plain data.
 
     Each condition has ``norm`` (mean length of its gradient), ``length`` (ratio to the baseline's length, geometric
@@ -57,7 +56,7 @@ def probe(plan: Plan, batches: int, progress: Progress, bases: Bases | None = No
         aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-probe-")))
         job = replace(plan, directory=aside).job([temporary(spec) for spec in specs])
         try:
-            cohort = assemble(job, _Observer(progress), lambda: False, stack, bases)
+            cohort = assemble(job, _Observer(progress), lambda: False, stack)
         except DoesNotFit as short:
             raise UsageError(f"{short}: a probe has one lane for each condition") from short
         first = cohort.runs[0]

@@ -1,4 +1,5 @@
-"""The interface of rewards, checks of their results, and the text rewards ``match`` and ``format``.
+"""The interface of rewards, checks of their results, the text rewards ``match`` and ``format``, and the penalty for
+long answers.
 
 A reward never ends a run: its errors, wrong results and timeouts become a record with ``total_reward=None`` and the
 reason in ``error``. Mistakes of the configuration (a missing module, key or package) are raised when the
@@ -9,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import SupportsFloat
 
 from retrain.errors import printable
 from retrain.plugins import described
-from retrain.types import Problem, RewardResult
+from retrain.types import Group, Problem, RewardResult, Rollout
 from retrain.util.answers import answer_text, has_answer, same_text
 
 Item = tuple[Problem, str]  # A problem and the text of one completion
+OVERLONG_PENALTY = "overlong_penalty"  # Sample metric
 
 
 class CompletionText(str):
@@ -188,3 +190,25 @@ class FormatReward(Reward):
     def grade(self, problem: Problem, completion: str) -> RewardResult:
         ok = has_answer(marked_answer(problem, completion))
         return RewardResult(float(ok), format_ok=ok)
+
+
+def overlong_penalty(tokens: int, longest: int, soft: int) -> float:
+    """Return DAPO's penalty of an answer near the length limit (arXiv 2503.14476): 0 up to ``longest`` − ``soft``
+    tokens, then −1 / ``soft`` per further token, down to −1, unlike in published code."""
+    return max(-1.0, min(0.0, (longest - soft - tokens) / soft))
+
+
+def punish_overlong(groups: Sequence[Group], longest: int, soft: int) -> list[Group]:
+    """Return the groups with the penalty added to every reward and recorded as a sample metric. Missing rewards stay
+    missing, and correctness is decided on the reward without the penalty."""
+
+    def punished(rollout: Rollout) -> Rollout:
+        reward = rollout.reward
+        if reward.total_reward is None:
+            return rollout
+        penalty = overlong_penalty(len(rollout), longest, soft)
+        total, metrics = reward.total_reward + penalty, {**reward.sample_metrics, OVERLONG_PENALTY: penalty}
+        reward = replace(reward, total_reward=total, correct=reward.is_correct, sample_metrics=metrics)
+        return replace(rollout, reward=reward)
+
+    return [replace(group, rollouts=tuple(map(punished, group.rollouts))) for group in groups]

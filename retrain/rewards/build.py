@@ -12,8 +12,7 @@ from retrain.config.tasks import AUDIT
 from retrain.plugins import described
 from retrain.rewards.base import FormatReward, Item, MatchReward, Reward, failed, weighted_sum
 from retrain.rewards.custom import CustomReward
-from retrain.rewards.endpoint import JudgeEndpoint
-from retrain.rewards.judge import Criterion, JudgeReward, RubricReward
+from retrain.rewards.judge import Criterion, JudgeEndpoint, JudgeReward, RubricReward
 from retrain.rewards.reward_model import RewardModelReward
 from retrain.rewards.symbolic import MathReward
 from retrain.rewards.unit_tests import UnitTestReward

@@ -29,7 +29,7 @@ import sys
 import time
 import traceback
 import types
-from io import FileIO
+from io import FileIO, StringIO
 from typing import Any, NoReturn, TypedDict
 
 HEADER = struct.Struct(">I")
@@ -187,7 +187,7 @@ class Interpreter:
         When the caller closes its end of ``calls``, this process exits, and with it the sandbox.
         """
         setup = self.setup
-        text, ended, status = Excerpt(setup["output_characters"]), "", 0
+        printed, ended, status = Output(), "", 0
         poll = select.poll()
         for descriptor in (self.output, self.process, self.calls.fileno()):
             poll.register(descriptor, select.POLLIN)
@@ -199,7 +199,7 @@ class Interpreter:
         while not ended:
             ready = dict(poll.poll(LOOK_MS))
             now = time.monotonic()
-            if self.output in ready and not text.read(self.output):
+            if self.output in ready and not printed.read_from(self.output):
                 poll.unregister(self.output)  # the code closed its stdout and stderr
             if self.pass_on(ready, poll):
                 ended = "stopped"
@@ -208,27 +208,30 @@ class Interpreter:
             elif self.done in ready:
                 ended, status = self.read_done(poll)
             else:
-                ended = self.exceeded(text.length, now >= deadline, now >= look)
+                ended = self.exceeded(printed.tell(), now >= deadline, now >= look)
                 look = look if now < look else now + LOOK_MS / 1000
         if ended != "done":
             status = self.end()
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGSTOP)  # nothing but this process runs between calls
-        while text.length <= FLOOD and text.read(self.output):
+        while printed.tell() <= FLOOD and printed.read_from(self.output):
             pass
         self.relay_answer(poll)  # the line that the code wrote just before it ended
         if not self.alive:
             self.close()
-        return {"ended": ended, "status": status, "clean": True, **text.as_json()}
+        output = shortened(printed.getvalue(), setup["output_characters"])
+        return {"ended": ended, "status": status, "clean": True, "output": output}
 
     def exceeded(self, printed: int, is_late: bool, measures_memory: bool) -> str:
-        """Return the limit that the code exceeds, or ""."""
         if printed > FLOOD or len(self.line) > FLOOD:
             return "output"
         if is_late:
             return "time"
-        return self.check_memory(self.setup["memory_mb"] << 20) if measures_memory else ""
+        if not measures_memory:
+            return ""
+        self.reap(os.WNOHANG)  # ended processes count until they are reaped
+        return "memory" if memory() > self.setup["memory_mb"] << 20 else ""
 
     def pass_on(self, ready: dict[int, int], poll: select.poll) -> bool:
         """Pass on lines between the code and the caller. Return whether the caller stops the code."""
@@ -289,10 +292,6 @@ class Interpreter:
             return "done", code[0]
         poll.unregister(self.done)  # the code closed it, or the interpreter is about to end
         return "", 0
-
-    def check_memory(self, limit: int) -> str:
-        self.reap(os.WNOHANG)  # ended processes count until they are reaped
-        return "memory" if memory() > limit else ""
 
     def end(self) -> int:
         """Kill all processes of the sandbox. Return the fork's exit status, negative for a signal."""
@@ -379,32 +378,26 @@ def report(error: BaseException) -> None:
         os.write(2, f"{type(error).__name__}\n".encode())
 
 
-class Excerpt:
-    """The first and the last ``characters`` / 2 characters of a stream of any length."""
-
-    def __init__(self, characters: int):
-        self.head_size = characters // 2
-        self.tail_size = characters - self.head_size
-        self.head = self.tail = ""
-        self.length = 0
+class Output(StringIO):
+    def __init__(self) -> None:
+        super().__init__()
         # Incremental: a read may end inside a character.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def read(self, descriptor: int) -> bool:
+    def read_from(self, descriptor: int) -> bool:
         """Read once; return False at the end of the stream or when it has no data."""
         try:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
             return False
-        text = self.decoder.decode(data, not data)
-        self.length += len(text)
-        missing = self.head_size - len(self.head)
-        self.head += text[:missing]
-        self.tail = (self.tail + text[missing:])[-self.tail_size :]
+        self.write(self.decoder.decode(data, not data))
         return bool(data)
 
-    def as_json(self) -> dict[str, object]:
-        return {"head": self.head, "tail": self.tail, "left_out": self.length - len(self.head) - len(self.tail)}
+
+def shortened(text: str, characters: int) -> str:
+    """Return ``text``; if it is longer than ``characters``, only so many from its beginning and its end."""
+    head, left_out = characters // 2, len(text) - characters
+    return text if left_out <= 0 else f"{text[:head]}\n[{left_out} characters left out]\n{text[head + left_out :]}"
 
 
 def memory() -> int:

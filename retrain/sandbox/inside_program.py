@@ -11,23 +11,17 @@ import resource
 import sys
 import traceback
 import types
-from collections.abc import Iterator
 
 from retrain.sandbox.literals import REQUESTS, NotLiteral, decode, encode, send_line
 
 FRAMES = 8
+MUTABLE = (list, dict, set, bytearray)
 # Imported before the fork of each program, which then need not read them
 PRELOADED = "bisect collections copy dataclasses datetime functools heapq itertools math operator re string typing"
 
 
 def say(answer: dict[str, object]) -> None:
     send_line(json.dumps(answer))
-
-
-def requests() -> Iterator[dict[str, object]]:
-    with os.fdopen(REQUESTS, "rb", closefd=False) as lines:
-        for line in lines:
-            yield json.loads(line)
 
 
 def compiled(program: str, seconds: int) -> types.CodeType | None:
@@ -54,10 +48,11 @@ def answer_calls(program: str, seconds: int) -> None:
         say({"raised": str(error)})
         return
     say({"names": {str(name): callable(value) for name, value in module.__dict__.items()}})
-    for request in requests():
-        answer = answer_to(module.__dict__, request)
-        sys.stdout.flush()
-        say(answer)
+    with os.fdopen(REQUESTS, "rb", closefd=False) as requests:
+        for request in requests:
+            answer = answer_to(module.__dict__, json.loads(request))
+            sys.stdout.flush()
+            say(answer)
 
 
 def answer_to(names: dict[str, object], request: dict[str, object]) -> dict[str, object]:
@@ -69,17 +64,13 @@ def answer_to(names: dict[str, object], request: dict[str, object]) -> dict[str,
             return {"value": encode(found)}
         arguments, named = decode(request["arguments"]), decode(request["named"])
         value = found(*arguments, **named)  # type: ignore[operator]
-        changed = [*arguments, *named.values()]
-        return {"value": encode(value), "changed": encode([item if is_mutable(item) else None for item in changed])}
+        changed = [item if isinstance(item, MUTABLE) else None for item in (*arguments, *named.values())]
+        return {"value": encode(value), "changed": encode(changed)}
     except NotLiteral as error:
         return {"type": str(error)}
     except BaseException as error:
         report(error)
         return {"raised": [kind.__name__ for kind in type(error).__mro__], "message": message_of(error)}
-
-
-def is_mutable(value: object) -> bool:
-    return isinstance(value, list | dict | set | bytearray)
 
 
 def message_of(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 The code sees no network, process, file or environment variable of the host, except, read-only, the system's libraries
 and programs and the Python installation that runs retrain. It writes to two small directories in memory. It runs as a
-user without capabilities, with filtered system calls (``syscalls``). ``inside.py`` enforces the limits from within;
+user without capabilities, with filtered system calls. ``inside.py`` enforces the limits from within;
 this module kills a sandbox that does not answer, and the kernel kills it when this process ends.
 
 If retrain runs as root, bubblewrap does too, and the code inside switches to an unused user id, because the limit on
@@ -21,6 +21,7 @@ import os
 import platform
 import selectors
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -37,7 +38,6 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 from retrain.errors import MissingExtra, RetrainError, UsageError
 from retrain.extras import missing
 from retrain.sandbox.inside import FLOOD, HEADER, send
-from retrain.sandbox.syscalls import MACHINES, seccomp_program
 
 START_SECONDS = 30.0  # to start Python on a slow or busy machine
 GRACE_SECONDS = 5.0  # beyond the time limit, after which a sandbox without a reply counts as lost
@@ -51,6 +51,65 @@ ADVICE = (
     "kernel.apparmor_restrict_unprivileged_userns=0), or in a container start it with --privileged, or with "
     "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
 )
+# Supported machines, with the kernel's number of each (AUDIT_ARCH_…)
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# System calls that are refused with EPERM, with their numbers on ``MACHINES``: they reach into other processes or the
+# kernel, or allocate memory that no limit counts
+REFUSED = {
+    "acct": (163, 89),
+    "add_key": (248, 217),
+    "bpf": (321, 280),
+    "delete_module": (176, 106),
+    "fanotify_init": (300, 262),
+    "finit_module": (313, 273),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fsopen": (430, 430),
+    "fspick": (433, 433),
+    "init_module": (175, 105),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "io_uring_setup": (425, 425),
+    "ioprio_set": (251, 30),
+    "kcmp": (312, 272),
+    "kexec_file_load": (320, 294),
+    "kexec_load": (246, 104),
+    "keyctl": (250, 219),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "mount": (165, 40),
+    "mount_setattr": (442, 442),
+    "move_mount": (429, 429),
+    "mq_open": (240, 180),
+    "msgget": (68, 186),
+    "open_by_handle_at": (304, 265),
+    "open_tree": (428, 428),
+    "perf_event_open": (298, 241),
+    "pidfd_getfd": (438, 438),
+    "pivot_root": (155, 41),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "ptrace": (101, 117),
+    "quotactl": (179, 60),
+    "request_key": (249, 218),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "semget": (64, 190),
+    "setns": (308, 268),
+    "setpriority": (141, 140),
+    "shmget": (29, 194),
+    "swapon": (167, 224),
+    "syslog": (103, 116),
+    "umount2": (166, 39),
+    "unshare": (272, 97),
+    "userfaultfd": (323, 282),
+}
+CLONE, CLONE3, PRLIMIT, SOCKET = (56, 220), (435, 435), (302, 261), (41, 198)
+FAMILIES = (1, 2, 10)  # allowed sockets: Unix, IPv4 and IPv6, which reach no network; others may reach the host
+NEW_NAMESPACES = 0x7E020000  # flags of clone() that create a namespace
+EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
 
 
 class SandboxLimits(BaseModel):
@@ -131,6 +190,44 @@ def _programs() -> list[str]:
     return programs
 
 
+def seccomp_program(machine: str) -> bytes:
+    """Return the filter of system calls as classic BPF (seccomp(2)) for ``machine``, a key of ``MACHINES``."""
+    column = list(MACHINES).index(machine)
+    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, errno, kill = 0x7FFF0000, 0x00050000, 0x80000000
+    call_number, architecture, first_argument = 0, 4, 16  # offsets in struct seccomp_data
+    code = [
+        (load, 0, 0, architecture),
+        (equal, 1, 0, MACHINES[machine]),
+        (answer, 0, 0, kill),
+        (load, 0, 0, call_number),
+        (at_least, 0, 1, 0x40000000),  # the x32 interface, which has other numbers
+        (answer, 0, 0, errno | ENOSYS),
+        (equal, 0, 1, CLONE3[column]),  # a filter cannot read its flags; the C library falls back to clone
+        (answer, 0, 0, errno | ENOSYS),
+    ]
+    for call in REFUSED.values():
+        code += [(equal, 0, 1, call[column]), (answer, 0, 0, errno | EPERM)]
+    code += [
+        (equal, 0, 4, CLONE[column]),
+        (load, 0, 0, first_argument),
+        (any_bit, 0, 1, NEW_NAMESPACES),
+        (answer, 0, 0, errno | EPERM),
+        (answer, 0, 0, allow),
+        (equal, 0, 4, PRLIMIT[column]),  # of another process, such as the one that enforces the limits
+        (load, 0, 0, first_argument),
+        (equal, 1, 0, 0),
+        (answer, 0, 0, errno | EPERM),
+        (answer, 0, 0, allow),
+        (equal, 0, len(FAMILIES) + 2, SOCKET[column]),
+        (load, 0, 0, first_argument),
+        *((equal, len(FAMILIES) - place, 0, family) for place, family in enumerate(FAMILIES)),
+        (answer, 0, 0, errno | EAFNOSUPPORT),
+        (answer, 0, 0, allow),
+    ]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+
+
 def _command(way: Launch, limits: SandboxLimits, calls_filter: int) -> list[str]:
     program = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     prefix = os.path.realpath(sys.base_prefix)
@@ -178,7 +275,7 @@ class Sandbox:
 
     ``modules``: source texts of modules by name, which are imported before the first call. With them, code and caller
     exchange lines in turns (``inside.py``): after ``begin``, ``next_line`` returns the code's first line, or the
-    outcome; ``send_line`` answers a line, and ``stop`` ends the code.
+    outcome if it has ended; ``send_line`` answers a line; ``stop`` kills the code's processes and returns the outcome.
     """
 
     def __init__(
@@ -195,7 +292,6 @@ class Sandbox:
         self._fresh, self._deadline = True, 0.0
 
     def run(self, code: str) -> SandboxOutcome:
-        """Run ``code``. Raises SandboxFailed if no sandbox starts."""
         self.begin(code)
         return self._outcome()
 
@@ -212,7 +308,6 @@ class Sandbox:
         self._send({"code": code})
 
     def next_line(self) -> str | SandboxOutcome:
-        """Return the next line of the code, or the outcome if it has ended."""
         try:
             reply = self._receive(self._deadline - time.monotonic())
         except BaseException:  # interrupted before the reply: the next call must not read this one's
@@ -227,15 +322,12 @@ class Sandbox:
         by_itself = ended in ("exit", "done", "stopped")
         if not reply["clean"] or not by_itself or (self.keep_state and ended == "exit"):
             self.close()
-        note = f"\n[{reply['left_out']} characters left out]\n" if reply["left_out"] else ""
-        return SandboxOutcome(reply["head"] + note + reply["tail"], ended, reply["status"], self._fresh)
+        return SandboxOutcome(reply["output"], ended, reply["status"], self._fresh)
 
     def send_line(self, line: str) -> None:
-        """Answer the line that ``next_line`` has returned."""
         self._send({"line": line})
 
     def stop(self) -> SandboxOutcome:
-        """Kill the code's processes and return the outcome."""
         self._send({"stop": True})
         return self._outcome()
 

@@ -1,20 +1,28 @@
-"""Build answers in OpenAI's format, whole or streamed, for completions and chats alike."""
+"""Answer ``/v1/completions`` and ``/v1/chat/completions`` in OpenAI's format, whole or streamed."""
 
+import inspect
+import itertools
 import json
 import math
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import ClassVar, Generic, TypeVar
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from retrain.config.tasks import Data
+from retrain.data.prompts import Renderer
+from retrain.environments.tools.calls import read_calls
+from retrain.errors import RetrainError
 from retrain.serving.batching import GenerationState, Piece
-from retrain.serving.schema import SamplingBody, ServingError
+from retrain.serving.schema import ChatBody, CompletionBody, MessageBody, SamplingBody, ServingError, Tools
 from retrain.serving.scoring import Tops
 from retrain.serving.service import Service
+from retrain.types import Problem
 
 LEAST_LOGPROB = -9999.0  # Stands for −∞, which JSON does not have
 JsonObject = dict[str, object]
@@ -140,3 +148,143 @@ def finite(logprob: float) -> float:
 
 def _event(content: JsonObject) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
+
+
+async def answer_completion(service: Service, body: CompletionBody) -> ChoicesResponse[CompletionBody]:
+    service.find(body.model)
+    prompts = await service.with_tokenizer(
+        lambda tokenizer: [
+            encoded(tokenizer, prompt, body.add_special_tokens) if isinstance(prompt, str) else tuple(prompt)
+            for prompt in body.prompt
+        ]
+    )
+    return CompletionResponse(service, body, prompts, body.max_tokens)
+
+
+def encoded(tokenizer: Any, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+
+
+class CompletionResponse(ChoicesResponse[CompletionBody]):
+    kind = chunk_kind = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, service: Service, body: CompletionBody, prompts: Sequence[tuple[int, ...]], max_tokens: int):
+        super().__init__(service, body, prompts, max_tokens)
+        self._offsets = Counter[int]()  # Characters of the tokens of each choice until now
+        self._prompt_scores: dict[tuple[int, ...], tuple[list[float], list[Tops]]] = {}
+
+    async def content(self, generation: GenerationState, piece: Piece) -> JsonObject:
+        body, prompt_ids, is_first = self.body, generation.prompt_ids, piece.begin == 0
+        echoes, text = body.echo and is_first, piece.text
+        if echoes:
+            prompt = body.prompt[generation.index // body.n]
+            text = (prompt if isinstance(prompt, str) else self.service.tokenizer.source.decode(prompt)) + text
+        content: JsonObject = {"text": text}
+        if body.logprobs is not None:
+            token_ids, logprobs = piece.token_ids, piece.logprobs
+            tops = await self.tops(generation, piece, body.logprobs)
+            if echoes:
+                scored, likeliest = await self._scores_of(prompt_ids, body.logprobs)
+                token_ids, logprobs = [*prompt_ids, *token_ids], [None, *scored, *logprobs]
+                tops = [(), *likeliest, *tops]
+            content["logprobs"] = self._logprobs(generation.index, token_ids, logprobs, tops)
+        if body.return_token_ids:
+            content["prompt_token_ids"] = list(prompt_ids) if is_first else None
+        return content
+
+    async def _scores_of(self, prompt_ids: tuple[int, ...], top: int) -> tuple[list[float], list[Tops]]:
+        """Return log-probabilities and top tokens of a prompt from its second token on, at temperature 1 and without
+        truncation of the distribution."""
+        if prompt_ids not in self._prompt_scores and len(prompt_ids) > 1:
+            self._prompt_scores[prompt_ids] = await self.service.score(self.served, prompt_ids, 1, None, top)
+        return self._prompt_scores.get(prompt_ids, ([], []))
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Tops]
+    ) -> JsonObject:
+        """Return OpenAI's ``logprobs`` of a choice. The top tokens always include the token itself. A log-probability
+        of None marks a prompt's first token, which has no top tokens."""
+        names = [self.token_text(token_id) for token_id in token_ids]
+        ends = list(itertools.accumulate(map(len, names), initial=self._offsets[index]))
+        self._offsets[index] = ends[-1]
+        best: list[dict[str, float] | None] = []
+        for name, logprob, top in zip(names, logprobs, tops, strict=True):
+            likely = {} if logprob is None else {name: finite(logprob)}
+            for token_id, other in top if likely else ():
+                likely.setdefault(self.token_text(token_id), finite(other))
+            best.append(likely or None)
+        return {
+            "text_offset": ends[:-1],
+            "token_logprobs": [None if logprob is None else finite(logprob) for logprob in logprobs],
+            "tokens": names,
+            "top_logprobs": best,
+        }
+
+
+async def answer_chat(service: Service, body: ChatBody) -> ChoicesResponse[ChatBody]:
+    service.find(body.model)
+    prompt_ids = await service.with_tokenizer(
+        lambda tokenizer: rendered(tokenizer, body.messages, body.tools, body.chat_template_kwargs)
+    )
+    max_tokens = body.max_completion_tokens or body.max_tokens or service.base.context_length - len(prompt_ids)
+    return ChatResponse(service, body, [prompt_ids], max(1, max_tokens))
+
+
+def rendered(tokenizer: Any, messages: Sequence[MessageBody], tools: Tools, more: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the token ids of a conversation up to the start of the answer. ``more`` are further variables for the chat
+    template. Raises ServingError (400) if the template rejects the conversation or a variable has a reserved name."""
+    reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    if taken := sorted(reserved & set(more)):
+        raise ServingError(400, f"chat_template_kwargs cannot hold {taken[0]}", "chat_template_kwargs")
+    renderer = Renderer(tokenizer, Data().model_copy(update={"chat_template_kwargs": dict(more)}), tools_prompt="")
+    plain: Any = [message.model_dump(exclude_none=True) for message in messages]
+    try:
+        return renderer.prompt(Problem("of the request", "", ""), plain, tools).token_ids
+    except (RetrainError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ServingError(400, f"the conversation cannot be rendered: {error}"[:1000], "messages") from error
+
+
+class ChatResponse(ChoicesResponse[ChatBody]):
+    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def opening(self) -> Iterable[JsonObject]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            {"index": each.index, "delta": delta, "logprobs": None, "finish_reason": None} for each in self.generations
+        ]
+
+    def prompt_ids(self) -> JsonObject:
+        return {"prompt_token_ids": list(self.prompts[0])} if self.body.return_token_ids else {}
+
+    async def content(self, generation: GenerationState, piece: Piece) -> JsonObject:
+        reason, calls = piece.finish_reason, []
+        message: JsonObject = {"content": piece.text}
+        if self.body.tools:  # calls can only be recognised at the end
+            text, calls = read_calls(generation.total.text, self.body.tools) if reason else ("", [])
+            message = {"content": text if not calls else text or None} if reason else {}
+        if calls:
+            message["tool_calls"] = [
+                ({"index": index} if self.body.stream else {})
+                | {
+                    "id": f"call_{secrets.token_hex(12)}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for index, call in enumerate(calls)
+            ]
+            reason = "tool_calls" if reason == "stop" else reason
+        whole = {} if self.body.stream else {"role": "assistant", "refusal": None}
+        content: JsonObject = {"delta" if self.body.stream else "message": whole | message, "finish_reason": reason}
+        if self.body.logprobs:
+            tops = await self.tops(generation, piece, self.body.top_logprobs)
+            tokens = [
+                self._token(token_id, logprob) | {"top_logprobs": [self._token(*likely) for likely in top]}
+                for token_id, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True)
+            ]
+            content["logprobs"] = {"content": tokens, "refusal": None}
+        return content
+
+    def _token(self, token_id: int, logprob: float) -> JsonObject:
+        data = list(self.decoded(token_id).encode(errors="replace"))
+        return {"token": self.token_text(token_id), "logprob": finite(logprob), "bytes": data}

@@ -11,18 +11,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from retrain import __version__
-from retrain.serving import chat, completions
-from retrain.serving.schema import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    LoadBody,
-    ModelT,
-    ServingError,
-    TokenizeBody,
-    UnloadBody,
-    read,
-)
+from retrain.serving import schema
+from retrain.serving.answers import answer_chat, answer_completion, encoded, rendered
+from retrain.serving.schema import ModelT, ServingError
 from retrain.serving.service import Service
 from retrain.util.addresses import is_local
 
@@ -49,7 +40,7 @@ def app_of(service: Service, api_key: str | None = None) -> Starlette:
             _check_access(request, api_key)
             if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 raise ServingError(415, "send JSON, with Content-Type: application/json")
-            return await handler(service, read(kind, await _body(request, limit or service.max_body)))
+            return await handler(service, schema.read(kind, await _body(request, limit or service.max_body)))
 
         return Route(path, endpoint, methods=["POST"])
 
@@ -58,12 +49,12 @@ def app_of(service: Service, api_key: str | None = None) -> Starlette:
             get("/health", health),
             get("/version", lambda service: JSONResponse({"version": __version__})),
             get("/v1/models", models),
-            post("/v1/completions", CompletionBody, completions.answer),
-            post("/v1/chat/completions", ChatBody, chat.answer),
-            post("/tokenize", TokenizeBody, tokenize),
-            post("/detokenize", DetokenizeBody, detokenize),
-            post("/v1/load_lora_adapter", LoadBody, load_adapter, MAX_UPLOAD),
-            post("/v1/unload_lora_adapter", UnloadBody, unload_adapter),
+            post("/v1/completions", schema.CompletionBody, answer_completion),
+            post("/v1/chat/completions", schema.ChatBody, answer_chat),
+            post("/tokenize", schema.TokenizeBody, tokenize),
+            post("/detokenize", schema.DetokenizeBody, detokenize),
+            post("/v1/load_lora_adapter", schema.LoadBody, load_adapter, MAX_UPLOAD),
+            post("/v1/unload_lora_adapter", schema.UnloadBody, unload_adapter),
         ],
         exception_handlers=dict.fromkeys((ServingError, HTTPException, ClientDisconnect, Exception), _refused),
     )
@@ -129,31 +120,31 @@ def models(service: Service) -> Response:
     return JSONResponse({"object": "list", "data": cards})
 
 
-async def load_adapter(service: Service, body: LoadBody) -> Response:
+async def load_adapter(service: Service, body: schema.LoadBody) -> Response:
     await service.load(body.lora_name, body.lora_path, body.files, body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-async def unload_adapter(service: Service, body: UnloadBody) -> Response:
+async def unload_adapter(service: Service, body: schema.UnloadBody) -> Response:
     service.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-async def tokenize(service: Service, body: TokenizeBody) -> Response:
+async def tokenize(service: Service, body: schema.TokenizeBody) -> Response:
     service.find(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ServingError(400, "give either prompt or messages", "prompt")
 
     def token_ids(tokenizer: Any) -> tuple[int, ...]:
         if body.messages is not None:
-            return chat.rendered(tokenizer, body.messages, body.tools, {})
-        return completions.encoded(tokenizer, body.prompt or "", body.add_special_tokens)
+            return rendered(tokenizer, body.messages, body.tools, {})
+        return encoded(tokenizer, body.prompt or "", body.add_special_tokens)
 
     tokens = await service.with_tokenizer(token_ids)
     return JSONResponse({"count": len(tokens), "max_model_len": service.base.context_length, "tokens": tokens})
 
 
-async def detokenize(service: Service, body: DetokenizeBody) -> Response:
+async def detokenize(service: Service, body: schema.DetokenizeBody) -> Response:
     service.find(body.model)
     if any(token >= service.base.vocab_size for token in body.tokens):
         raise ServingError(400, "a token is out of vocabulary", "tokens")

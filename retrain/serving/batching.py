@@ -18,9 +18,7 @@ from operator import itemgetter
 from typing import TypeVar
 
 from retrain.engines.local import LocalEngine
-from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import LoraWeights
-from retrain.serving.adapters import ServedWeights
 from retrain.serving.schema import SamplingBody, ServingError
 from retrain.tokenizer import Tokenizer
 from retrain.types import Action, PolicyRef, SampleRequest
@@ -29,11 +27,23 @@ T = TypeVar("T")
 # Tokens between two checks for new generations: on a CPU as many as a small model decodes in one call, on a GPU enough
 # to amortise capturing the CUDA graph of a step again
 PIECE_TOKENS = {"cpu": 16, "cuda": 64}
-MAX_ROWS = 256  # Most generations decoded at once; the others wait
 # Most rows of a decode batch per generation in it, padding included. A batch has one lane for each adapter, and all
 # lanes have as many rows as the fullest one. Adapters that would exceed the limit are decoded in a separate batch.
 LANES_WASTE = 2.0
 BROKEN = "�"  # Replacement character, for incomplete bytes
+
+
+@dataclass(frozen=True, eq=False)
+class ServedWeights:
+    """Weights served under a name. ``ref`` is new for every load, even under the same name. ``parent`` is the base's
+    name, None for the base itself. ``root`` is the adapter's directory, "upload", or the base's name."""
+
+    name: str
+    ref: PolicyRef
+    weights: LoraWeights
+    root: str
+    parent: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
 
 
 @dataclass(eq=False)
@@ -134,7 +144,7 @@ class GenerationState:
 class Batcher:
     """Decodes generations, at most ``max_rows`` at once. Call all methods but ``call`` on the event loop's thread."""
 
-    def __init__(self, engine: LocalEngine, max_waiting: int, max_rows: int = MAX_ROWS):
+    def __init__(self, engine: LocalEngine, max_waiting: int, max_rows: int):
         self.engine, self.max_waiting, self.max_rows = engine, max_waiting, max_rows
         # Only the fast path keeps cache entries between pieces; without it they would have to be computed again.
         usual = PIECE_TOKENS.get(engine.base.device.type, PIECE_TOKENS["cuda"])
@@ -152,7 +162,6 @@ class Batcher:
         return len(self._active), len(self._waiting)
 
     def stop(self) -> None:
-        """Wait for the calls that were submitted, and end the engine's thread."""
         self._thread.shutdown()
 
     def submit(self, generations: Sequence[GenerationState]) -> None:
@@ -168,9 +177,6 @@ class Batcher:
         self._waiting.extend(generations)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
-
-    def publish(self, ref: PolicyRef, weights: LoraWeights) -> Future[None]:
-        return self.call(lambda: self.engine.publish(ref, LocalSnapshot(weights)))
 
     def retire(self, ref: PolicyRef) -> None:
         """Free the weights of ``ref`` once no generation uses them."""

@@ -38,9 +38,12 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
+def url_of(bound: socket.socket, name: str | None = None) -> str:
+    """Return the server's URL; ``name``: the host to name instead of all interfaces, if the server listens on them."""
     host, port = bound.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    if name is not None and host in ("0.0.0.0", "::"):
+        host = name
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class TimedProtocol(H11Protocol):

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import itertools
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
+from retrain.adapters.export import uniform
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError
+from retrain.policy.adapter_io import AdapterFile
 from retrain.policy.base import BaseModel, workers_for
-from retrain.policy.lora import Lanes, LoraWeights
+from retrain.policy.local import LocalSnapshot
+from retrain.policy.lora import Lanes, LayerShape, LoraWeights
+from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from retrain.rng import stream_key
-from retrain.serving.adapters import ServedWeights, read_weights, uploaded_weights, zero_weights
-from retrain.serving.batching import MAX_ROWS, Batcher, GenerationState, Piece
+from retrain.serving.batching import Batcher, GenerationState, Piece, ServedWeights
 from retrain.serving.schema import SamplingBody, ServingError
 from retrain.serving.scoring import Tops, score
 from retrain.tokenizer import Tokenizer
@@ -26,8 +33,6 @@ from retrain.types import PolicyRef
 
 T = TypeVar("T")
 MAX_ADAPTERS = 256  # Adapters in memory at once
-MAX_QUEUE = 4096  # Generations that may wait
-TIMEOUT_S = 3600.0  # Longest time from a request to the end of its last generation
 MIN_BODY = 1 << 20  # Smallest limit of a request body in bytes: enough for several prompts and the other fields
 MAX_BODY = 1 << 30
 JSON_BYTES = 6  # Largest number of bytes that JSON needs for one character of a token: `\u00e9`
@@ -35,16 +40,17 @@ JSON_BYTES = 6  # Largest number of bytes that JSON needs for one character of a
 
 class Service:
     """A served base model with its adapters. It owns the base's lanes and the engine until ``close``. ``name`` is the
-    base's name in requests."""
+    base's name in requests. At most ``max_queue`` generations may wait and ``max_rows`` are decoded at once; a request
+    may take ``timeout_s`` seconds."""
 
     def __init__(
         self,
         base: BaseModel,
         name: str | None = None,
         *,
-        max_queue: int = MAX_QUEUE,
-        max_rows: int = MAX_ROWS,
-        timeout_s: float = TIMEOUT_S,
+        max_queue: int = 4096,
+        max_rows: int = 256,
+        timeout_s: float = 3600.0,
         notify: Callable[[str], None] = lambda line: None,
     ):
         self.base, self.timeout_s, self.name = base, timeout_s, name or base.name
@@ -65,7 +71,6 @@ class Service:
         self._put(self.name, base.name, zero_weights(self.lanes.shapes, 1, 1.0, base.device)).result()
 
     def close(self) -> None:
-        """Stop decoding, then remove all adapters from the base."""
         self._encoder_thread.shutdown()
         self.batcher.stop()
         self._workers.close()
@@ -114,7 +119,8 @@ class Service:
         number = next(self._numbers)
         parent = None if name == self.name else self.name
         served = ServedWeights(name, PolicyRef(f"{name}\x1f{number}", number), weights, root, parent)
-        published = self.batcher.publish(served.ref, weights)  # runs before any generation with these weights
+        # The thread publishes the weights before it decodes any generation with them.
+        published = self.batcher.call(lambda: self.engine.publish(served.ref, LocalSnapshot(weights)))
         before = self.served.get(name)
         self.served[name] = served
         if before is not None:
@@ -183,7 +189,48 @@ class Service:
     async def score(
         self, served: ServedWeights, token_ids: Sequence[int], begin: int, sampling: SamplingBody | None, top: int
     ) -> tuple[list[float], list[Tops]]:
-        """Call ``scoring.score`` with the weights of ``served`` on the engine's thread."""
         return await asyncio.wrap_future(
             self.batcher.call(lambda: score(self.base, self.lanes, served.weights, token_ids, begin, sampling, top))
         )
+
+
+def zero_weights(shapes: Sequence[LayerShape], rank: int, scale: float, device: torch.device) -> LoraWeights:
+    size = sum(rank * (shape.in_features + shape.out_features) for shape in shapes)
+    return LoraWeights(shapes, rank, scale, rank, torch.zeros(size, device=device))
+
+
+def read_weights(directory: Path, base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
+    """Read the LoRA adapter in a PEFT directory; layers without an adapter get zeros. Raises ModelError if the files
+    are not a LoRA adapter, a layer does not exist in the base or has another size, or a number is not finite."""
+    try:
+        with AdapterFile(directory) as file:
+            file.require_plain()
+            scale, pairs = uniform(file, file.rank)
+            weights = zero_weights(shapes, file.rank, float(scale), base.device)
+            for name, (a, b) in pairs:
+                if name not in weights.A or (a.shape, b.shape) != (weights.A[name].shape, weights.B[name].shape):
+                    raise ModelError(f"it adapts {name}, which is no linear layer of that size in {base.name}")
+                weights.A[name].copy_(a)
+                weights.B[name].copy_(b)
+    except ModelError:
+        raise
+    except Exception as error:  # any error: the files are somebody else's
+        raise ModelError(f"{directory} is no LoRA adapter: {type(error).__name__}: {error}") from error
+    if not torch.isfinite(weights.flat).all():
+        raise ModelError(f"{directory} holds numbers that are not finite")
+    return weights
+
+
+def uploaded_weights(files: Mapping[str, str], base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
+    """Read an adapter from its files' contents in base64, by file name. Raises ModelError as ``read_weights`` does."""
+    if set(files) != {ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
+        raise ModelError(
+            f"files must be {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, not {', '.join(sorted(files))[:200] or 'nothing'}"
+        )
+    with tempfile.TemporaryDirectory(prefix="retrain-serve-") as folder:
+        for name, content in files.items():
+            try:
+                (Path(folder) / name).write_bytes(base64.b64decode(content, validate=True))
+            except ValueError as error:
+                raise ModelError(f"{name} is not base64: {error}") from error
+        return read_weights(Path(folder), base, shapes)

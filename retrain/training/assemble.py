@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -219,7 +219,7 @@ def load_model(
     if not is_local(config):
         return plugin_model(specs, job.folder)
 
-    def prepare() -> tuple[BaseModel, Lanes, LocalEngine | ServerEngine | AbsentEngine, Workers, Teachers, MemoryPlan]:
+    def prepare() -> tuple[BaseModel, Lanes, Engine, Workers, Teachers, MemoryPlan]:
         if server_events is None:
             base, lanes, engine = bases.with_engine(config, observer.message)
         elif ranks is None or ranks.is_first:
@@ -257,19 +257,14 @@ def check_servers(engine: Engine, bases: Bases, specs: Sequence[RunSpec], server
         return
     if isinstance(bases.servers, RemoteFleet):
         bases.servers.record = server_events.record
-    for line in _canary_lines(engine, bases, specs):
-        server_events.message(line)
-
-
-def _canary_lines(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) -> Iterator[str]:
     base, lanes = bases.with_lanes(specs[0].config)
     kinds = []
     for spec in specs:
         tolerance = spec.config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
         rank, alpha = spec.config.model.lora_rank, spec.config.lora.alpha
         kinds.append(CanarySettings(rank, alpha, spec.config.training.temperature, tolerance))
-    for found in run_canaries(engine, base, lanes, list(dict.fromkeys(kinds))):
-        yield found.summary
+    for result in run_canaries(engine, base, lanes, list(dict.fromkeys(kinds))):
+        server_events.message(result.summary)
 
 
 def restore_engine(model: CohortModel, runs: Sequence[Run]) -> None:

@@ -6,7 +6,7 @@ before another base is loaded, the preparations are undone and the base is freed
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -21,8 +21,7 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.plugin import PluginEngine
 from retrain.engines.protocol import Engine
 from retrain.engines.server.automatic import USABLE, adapter_slots, asleep_bytes, server_rank
-from retrain.engines.server.build import server_engine
-from retrain.engines.server.engine import ServerEngine
+from retrain.engines.server.engine import ServerEngine, server_engine
 from retrain.engines.server.fleet import Fleet
 from retrain.errors import ModelError
 from retrain.policy.backbone import backbone_of
@@ -35,7 +34,6 @@ from retrain.policy.update import DistributionTeacher
 from retrain.ranks import RankGroup
 from retrain.threads import Workers
 from retrain.tokenizer import ByteTokenizer, Tokenizer
-from retrain.training.by_ranks import AbsentEngine
 from retrain.training.watch import Watch
 
 T = TypeVar("T")
@@ -62,7 +60,7 @@ class CohortModel:
 def local_model(
     base: BaseModel,
     lanes: Lanes,
-    engine: LocalEngine | ServerEngine | AbsentEngine,
+    engine: Engine,
     workers: Workers,
     plan: MemoryPlan,
     ranks: RankGroup | None = None,
@@ -100,7 +98,7 @@ def local_model(
 
     built = _built(type(base.model).__name__, base.tokenizer, engine, dtype, described(base.device), workers, "AdamW")
     if base.quantized:
-        built["quantized"] = base.quantized.facts
+        built["quantized"] = asdict(base.quantized)
     built |= gpu_facts(base.device) | {"ranks": 1 if ranks is None else ranks.count}
     return CohortModel(
         base.name,
@@ -298,10 +296,6 @@ class Bases:
             self._engine.forget()
         if self._server is not None:
             self._server[1].forget()
-
-    def forget_sequences(self) -> None:
-        if self._engine is not None:
-            self._engine.sequence_cache.clear()
 
     def release(self) -> None:
         if self.ranks is not None:

@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from retrain.engines.protocol import Engine, EngineState, Finished
-from retrain.policy.protocol import PolicySnapshot
+from retrain.engines.protocol import Engine, Finished
 from retrain.ranks import RankGroup
 from retrain.rollouts.collect import CollectResult, RolloutRequest, collect
 from retrain.rollouts.queue import RolloutQueue, SampledStep
 from retrain.rollouts.resample import Resample
-from retrain.types import Action, Group, PolicyRef, SampleRequest
+from retrain.types import Action, Group, SampleRequest
 
 Owner = TypeVar("Owner")
 
@@ -69,26 +68,8 @@ class ServedQueue(RolloutQueue[Owner]):
         return replace(sampled, groups=dict(zip(due, in_order, strict=True)))
 
 
-class AbsentEngine:
+class AbsentEngine(Engine):
     """Engine of the ranks that do not sample, because rank 0 samples from servers."""
-
-    gives_entropy = exact = is_concurrent = False
-    sync_seconds: float | None = None
-
-    def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None: ...
-
-    def retire(self, ref: PolicyRef) -> None: ...
-
-    def forget(self) -> None: ...
-
-    def state(self) -> EngineState:
-        return {}
-
-    def restore(self, state: EngineState) -> None: ...
-
-    def forget_sequences(self) -> None: ...
-
-    def cancel(self) -> None: ...
 
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ from retrain.files import aside_of, iter_jsonl, read_json, sha256, write_bytes, 
 from retrain.ownership import Owner, install, is_whole, owner_of, publish, remove
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.records.reader import recorded_checkpoints
-from retrain.records.recorder import ROW_FILES, RunRecorder
+from retrain.records.recorder import RunRecorder
 from retrain.records.schema.campaign import CheckpointFiles
 from retrain.records.schema.layout import EVALUATION_FILES, MANIFEST, SAVED, STATE
 from retrain.records.schema.rows import Checkpoint
 from retrain.training.state import RunState
-from retrain.util.jsonl import last_row
 
 FORMAT = 3
 
@@ -139,18 +139,14 @@ def missing_rows(run_directory: Path, step: int) -> list[str]:
     """Return one sentence for each record file that lacks rows which it had when the checkpoint of ``step`` was
     written.
 
-    The checkpoint holds the number of rows of each file. Checkpoints of early versions do not: for these, the step of
-    each file's last row is compared with ``step``. Damaged files are skipped, because resuming reports them.
+    The checkpoint holds the number of rows of each file. Damaged files are skipped, because resuming reports them.
     """
     saved = read_json(checkpoint_directory(run_directory, step) / STATE)
-    expected: dict[str, int] = (saved.get("recorder") or {}).get("rows") or {}
     missing = []
-    for name in expected or ROW_FILES:
+    for name, expected in saved["recorder"]["rows"].items():
         with suppress(CheckpointError):
-            if expected and (found := count_rows(run_directory, name, step)) < expected[name]:
-                missing.append(f"{name} has {found} of its {expected[name]} rows")
-            elif not expected and (last := last_row(run_directory / name).get("step", -1)) < step - 1:
-                missing.append(f"{name} has no rows after step {last}" if last >= 0 else f"{name} has no rows")
+            if (found := count_rows(run_directory, name, step)) < expected:
+                missing.append(f"{name} has {found} of its {expected} rows")
     return missing
 
 
@@ -168,9 +164,17 @@ class CommonStep:
 
 def newest_undamaged(run_directory: Path, report: list[str]) -> Path | None:
     """Return the newest undamaged checkpoint, or None; append a line to ``report`` for each damaged, newer one."""
-    checkpoints = _VerifiedCheckpoints(run_directory, report)
-    step = next((step for step in checkpoints.steps if checkpoints.is_undamaged(step)), None)
-    return None if step is None else checkpoint_directory(run_directory, step)
+    checkpoints = reversed(checkpoint_directories(run_directory))
+    return next((path for path in checkpoints if _is_undamaged(path, report)), None)
+
+
+def _is_undamaged(checkpoint: Path, report: list[str]) -> bool:
+    try:
+        verify_checkpoint(checkpoint)
+    except CheckpointError as error:
+        report.append(f"skipped a damaged checkpoint: {error}")
+        return False
+    return True
 
 
 def common_step(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) -> CommonStep:
@@ -193,32 +197,16 @@ def common_step(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) 
 
 
 def _whole_steps(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) -> Iterator[CommonStep]:
-    of_runs = [_VerifiedCheckpoints(directory, report) for (directory, _), report in zip(runs, reports, strict=True)]
-    steps = {step for checkpoints in of_runs for step in checkpoints.steps}
-    for step in sorted(steps - {0}, reverse=True):
-        pairs = [(checkpoints, min(step, last)) for checkpoints, (_, last) in zip(of_runs, runs, strict=True)]
-        # A list, not a generator: all checkpoints are verified, so that every damaged one is reported.
-        if all([end in checkpoints.steps and checkpoints.is_undamaged(end) for checkpoints, end in pairs]):
-            yield CommonStep(step, [missing_rows(checkpoints.run_directory, end) for checkpoints, end in pairs])
-
-
-class _VerifiedCheckpoints:
-    """The checkpoints of one run, newest first, each verified at most once."""
-
-    def __init__(self, run_directory: Path, report: list[str]):
-        self.run_directory, self.report = run_directory, report
-        self.steps = [checkpoint_step(path) for path in reversed(checkpoint_directories(run_directory))]
-        self._undamaged: dict[int, bool] = {}
-
-    def is_undamaged(self, step: int) -> bool:
-        if step not in self._undamaged:
-            try:
-                verify_checkpoint(checkpoint_directory(self.run_directory, step))
-                self._undamaged[step] = True
-            except CheckpointError as error:
-                self.report.append(f"skipped a damaged checkpoint: {error}")
-                self._undamaged[step] = False
-        return self._undamaged[step]
+    of_runs = [{checkpoint_step(path): path for path in checkpoint_directories(directory)} for directory, _ in runs]
+    undamaged: list[dict[int, bool]] = [{} for _ in runs]  # By step, of each run
+    for step in sorted({*chain(*of_runs)} - {0}, reverse=True):
+        ends = [min(step, last) for _, last in runs]
+        for checkpoints, end, verified, report in zip(of_runs, ends, undamaged, reports, strict=True):
+            if end in checkpoints and end not in verified:
+                verified[end] = _is_undamaged(checkpoints[end], report)
+        if all(verified.get(end) for verified, end in zip(undamaged, ends, strict=True)):
+            places = zip(runs, ends, strict=True)
+            yield CommonStep(step, [missing_rows(directory, end) for (directory, _), end in places])
 
 
 def delete_checkpoints_after(run_directory: Path, step: int) -> None:

@@ -22,7 +22,7 @@ from retrain.training.by_ranks import ServedQueue
 from retrain.training.evaluation import CohortEvaluator, Evaluator, first_evaluations
 from retrain.training.recovery import Failures, Saver
 from retrain.training.run import Run
-from retrain.training.state import RollbackPoint, SharedState
+from retrain.training.state import RollbackPoint
 from retrain.types import CreditedBatch, Group
 
 Selections = Mapping[Run, SelectedGroups]
@@ -66,11 +66,8 @@ class Cohort:
             self.queue = ServedQueue(engine, ahead, ranks)
         self.extents: Mapping[Run, Callable[[int], Extent | None]] = {r: r.config.evaluation_after for r in self.runs}
         self.failures = Failures(engine, self.queue, observer, ranks)
-        self.saver = Saver(self.failures, self._shared_state)
+        self.saver = Saver(self.failures, lambda: {"pressure": pressure and pressure.state(), "engine": engine.state()})
         self.evaluations = CohortEvaluator(evaluator, observer, self.saver, self.failures)
-
-    def _shared_state(self) -> SharedState:
-        return {"pressure": self.pressure and self.pressure.state(), "engine": self.engine.state()}
 
     def train(self) -> Generator[None, None, None]:
         """Step until every run has finished or failed; yield between steps and evaluations.
@@ -103,7 +100,9 @@ class Cohort:
         if any(extents.values()):
             with self.queue.paused():
                 self.evaluations.trained(extents)
-        shared = {"cohort_size": len(active), **self._shared_metrics(sampled)}
+        shared: dict[str, object] = {"cohort_size": len(active), "perf/peak_memory_gib": peak_memory_gib()}
+        shared |= {"timing_weight_sync_inference_total": sampled.sync_seconds}
+        shared |= self.pressure.metrics() if self.pressure else {}
         ahead = {"queue_depth": sampled.depth, "time/overlap": self.queue.overlap(learning, timestamp())}
         for run in _alive(results):
             extra = shared | (ahead if run.requests.recent.bound else {})
@@ -158,11 +157,6 @@ class Cohort:
             if run.error is not None:
                 self.observer.run_finished(run.spec, "failed", run.error)
         return {run: results[run] for run in runs if run in results}
-
-    def _shared_metrics(self, sampled: SampledStep[Run]) -> dict[str, object]:
-        pressure = self.pressure.metrics() if self.pressure else {}
-        sync = {"timing_weight_sync_inference_total": sampled.sync_seconds}
-        return {"perf/peak_memory_gib": peak_memory_gib(), **sync, **pressure}
 
     def _record(self, run: Run, selected: SelectedGroups, result: StepResult, shared: Mapping[str, object]) -> None:
         now = timestamp()

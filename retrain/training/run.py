@@ -22,7 +22,7 @@ from retrain.files import dumps
 from retrain.policy.protocol import Policy
 from retrain.records.recorder import RunRecorder
 from retrain.records.schema.base import Row
-from retrain.rewards.overlong import punish_overlong
+from retrain.rewards.base import punish_overlong
 from retrain.rng import generator
 from retrain.rollouts.collect import RecentWeights, RolloutRequest, Weights
 from retrain.rollouts.queue import Span

@@ -117,7 +117,7 @@ def check_recorded_facts(
     facts, system = shared_facts(model, data), system_files(job.folder)
     directories = {spec.run_id: run_directory(job.directory, spec) for spec in specs}
     records = {run_id: intact_config(path) for run_id, path in directories.items() if (path / CONFIG).exists()}
-    now = {spec.run_id: facts | _teacher_identity(model, spec) | _rubrics(data, spec) for spec in specs}
+    now = {spec.run_id: facts | _run_facts(model, data, spec) for spec in specs}
     for run_id, digest in warm_ups.items():
         now[run_id] |= {"warmup_hash": digest}
     differing = [line for run_id, recorded in records.items() for line in world_changes(recorded, now[run_id])]
@@ -160,14 +160,11 @@ def _tokenizer_digest(tokenizer: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _rubrics(data: Dataset, spec: RunSpec) -> dict[str, object]:
-    found = column_values(spec.config.graded_columns, data.train, *data.sets.values())
-    return {"rubrics": found[0]} if found else {}
-
-
-def _teacher_identity(model: CohortModel, spec: RunSpec) -> dict[str, object]:
+def _run_facts(model: CohortModel, data: Dataset, spec: RunSpec) -> dict[str, object]:
     teacher = model.teachers.get(spec.run_id)
-    return {} if teacher is None else {"taught_by": teacher.identity}
+    rubrics = column_values(spec.config.graded_columns, data.train, *data.sets.values())
+    taught_by: dict[str, object] = {} if teacher is None else {"taught_by": teacher.identity}
+    return taught_by | ({"rubrics": rubrics[0]} if rubrics else {})
 
 
 @dataclass(frozen=True)

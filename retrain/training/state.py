@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypedDict
 
 from retrain.engines.protocol import EngineState
@@ -41,35 +41,16 @@ class RunState:
     shared: SharedState
 
     def to_dict(self) -> dict[str, object]:
-        return {
-            "step": self.step,
-            "cursor": self.cursor,
-            "algorithm": self.algorithm,
-            "policy": self.policy,
-            **asdict(self.health),
-            "recorder": self.recorder,
-            "earlier": [list(pair) for pair in self.earlier],
-            "base": self.base,
-            "run_id": self.run_id,
-            "shared": self.shared,
-        }
+        content: dict[str, object] = {}
+        for name, value in vars(self).items():
+            content |= asdict(value) if isinstance(value, HealthCounters) else {name: value}
+        return content
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RunState:
-        """Return the state that a checkpoint holds; early checkpoints have neither ``mismatched_steps`` nor
-        ``earlier``."""
-        return cls(
-            step=data["step"],
-            cursor=data["cursor"],
-            algorithm=data["algorithm"],
-            policy=data["policy"],
-            health=HealthCounters(data["ungraded_steps"], data["skipped_updates"], data.get("mismatched_steps", 0)),
-            recorder=data["recorder"],
-            earlier=[(step, version) for step, version in data.get("earlier", [])],
-            base=data["base"],
-            run_id=data["run_id"],
-            shared=data["shared"],
-        )
+        health = HealthCounters(**{counter.name: data[counter.name] for counter in fields(HealthCounters)})
+        others = {part.name: data[part.name] for part in fields(cls) if part.name != "health"}
+        return cls(health=health, **others)
 
 
 @dataclass(frozen=True)

@@ -257,12 +257,11 @@ class Want(StrEnum):
 class Scores:
     """Arrays over the action tokens [T], one per sample or per rollout; None for scores that were not requested.
 
-    ``logprobs`` and ``entropy`` (nats) are the policy's, ``values`` the critic's. ``reference`` and ``teacher`` are
+    ``logprobs`` (nats) are the policy's, ``values`` the critic's. ``reference`` and ``teacher`` are
     log-probabilities by the frozen base and by the teacher, whose array is empty for a rollout that it does not score.
     """
 
     logprobs: list[np.ndarray] | None = None
-    entropy: list[np.ndarray] | None = None
     values: list[np.ndarray] | None = None
     reference: list[np.ndarray] | None = None
     teacher: list[np.ndarray] | None = None

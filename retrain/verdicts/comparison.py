@@ -77,15 +77,12 @@ def compare_runs(
     """
     first = baseline_of(baseline, labels)
     order = [first, *(label for label in labels if label != first)]
-    if isinstance(metric, Measure):
-        measure = metric
-    else:
-        measure = _measure(metric, runs)
-        require_measure(measure, runs)
+    measure = _measure(metric, runs)
     if design is not None:
-        conditions = design(runs, order, measure, standing)
+        conditions, secondary = design(runs, order, measure, standing), []
     else:
         conditions = _conditions(_PairedRuns.of(runs, order, measure), rule, standing, margin)
+        secondary = _secondary_measures(measure, runs)
     status = next((name for name in (EXPLORATORY, INTERIM) if name in [each.standing for each in conditions]), DECLARED)
     interim = {condition.label for condition in conditions if condition.standing == INTERIM}
     notes = [*warnings, *_warnings(conditions, measure, is_default=metric is None), *_graded(runs, measure)]
@@ -103,9 +100,7 @@ def compare_runs(
         margin=margin,
         pairs_needed=FEWEST_PAIRS,
         conditions=conditions,
-        secondary=[]
-        if design
-        else [_secondary(runs, order, other, interim) for other in _secondary_measures(measure, runs)],
+        secondary=[_secondary(runs, order, other, interim) for other in secondary],
         standing=status,
         failed=[run.run_id for run in runs if run.state == "failed"],
         warnings=notes,
@@ -113,10 +108,15 @@ def compare_runs(
     )
 
 
-def _measure(metric: str | None, runs: Sequence[RunResult]) -> Measure:
+def _measure(metric: str | Measure | None, runs: Sequence[RunResult]) -> Measure:
+    if isinstance(metric, Measure):
+        return metric
     if metric is None and any(run.rows for run in runs) and not any(run.evaluations for run in runs):
-        return Measure("final", "correct_rate")
-    return Measure.parse(metric or "final", first_set(runs))
+        measure = Measure("final", "correct_rate")
+    else:
+        measure = Measure.parse(metric or "final", first_set(runs))
+    require_measure(measure, runs)
+    return measure
 
 
 def baseline_of(name: str | None, labels: Sequence[str]) -> str:
@@ -423,13 +423,17 @@ def _pairs(label: str, baseline: str, runs: Sequence[RunResult], measure: Measur
 def _secondary_measures(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
     if primary.set_name is not None:
         # Of other tools' evaluations, only those that the primary measure needs were read.
-        others = [replace(primary, summary=summary) for summary in SUMMARIES[: SUMMARIES.index(primary.summary)]]
-        return [other for other in others if any(run.value(other) is not None for run in runs)]
+        measures = [replace(primary, summary=summary) for summary in SUMMARIES[: SUMMARIES.index(primary.summary)]]
+    else:
+        measures = _measures_of_sets(runs)
+    return [other for other in measures if other != primary and any(run.value(other) is not None for run in runs)]
+
+
+def _measures_of_sets(runs: Sequence[RunResult]) -> list[Measure]:
     keys = list(dict.fromkeys(key for run in runs for row in run.last_evaluations.values() for key in row))
     names = dict.fromkeys(name for run in runs for name in run.set_names)
     measures = [measure for name in names for measure in _measures_of_set(f"eval/{name}/", keys)]
-    measures += [Measure("final", key) for key in keys if key.count("/") == 3 and key.endswith("/correct_rate")]
-    return [other for other in measures if other != primary and any(run.value(other) is not None for run in runs)]
+    return measures + [Measure("final", key) for key in keys if key.count("/") == 3 and key.endswith("/correct_rate")]
 
 
 def _measures_of_set(prefix: str, keys: Sequence[str]) -> list[Measure]:

@@ -89,7 +89,7 @@ def test_measured_lengths_are_those_of_training(tmp_path):
         'prompt_template = "{prompt} Box it."\nshuffle = false\n[evaluation]\nproblems = 4\n'
     )
     config = load(file).config
-    data = load_data(config.data, 4, None, 0, tmp_path)
+    data = load_data(config.data, config.held_out, base_dir=tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(model)
     lengths = [len(render(each, tokenizer, config.data).token_ids) for each in (*data.train, *data.heldout)]
     lines = explained(file)

@@ -9,7 +9,7 @@ from helpers.records import HOSTILE
 
 from retrain.campaign.planning.plan import Plan
 from retrain.cli.output import print_record
-from retrain.cli.trial import print_trial
+from retrain.cli.probe import print_trial
 from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.probe.trial import others

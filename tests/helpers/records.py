@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retrain.campaign.planning.manifest import Manifest, store_declaration
+from retrain.campaign.planning.manifest import Manifest, declaration, has_begun
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.interim import InterimMonitor
 from retrain.config import Config, load, parse_dict
@@ -200,7 +200,8 @@ class Played:
         self.loaded = load(configuration(self.folder, **settings))
         self.specs = plan(self.loaded)
         self.manifest = Manifest.open(self.folder / "out", "rule", self.specs)
-        store_declaration(self.manifest.content, self.specs, before, {})
+        if not has_begun(before):
+            self.manifest.content["declared"] = declaration(self.specs).to_row()
         self.manifest.write()
 
     def finish(self, seed: int, state: str = "done", only: str | None = None, sign: int = 1) -> None:

@@ -12,7 +12,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from retrain.campaign.executors.ray_connection import last_line, ray_module, sees
@@ -74,6 +73,8 @@ class ServerHost:
         gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else None
         assert config.inference.launch is not None
+        # If all nodes are on this machine, servers need not be open to others
+        nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         return ServerProcess(
             config.inference.launch,
             model_argument(config),
@@ -81,7 +82,7 @@ class ServerHost:
             server_environment(visible),
             lambda text, level: self.messages.append((text, level)),
             name=request.name,
-            host=_host(ray),
+            host="127.0.0.1" if len(nodes) == 1 else ray.util.get_node_ip_address(),
         )
 
 
@@ -212,9 +213,3 @@ class RayFleet:
             gpus, cpus = self.resources["num_gpus"], plural(int(self.resources["num_cpus"]), "CPU")
             asks = f"{gpus:g} GPU and {cpus}" if gpus else cpus
             self.notify(f"server {slot.number} waits for room in the Ray cluster: it asks for {asks}", "warning")
-
-
-def _host(ray: ModuleType) -> str:
-    # If all nodes are on this machine, servers need not be open to others
-    nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    return "127.0.0.1" if len(nodes) == 1 else ray.util.get_node_ip_address()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from retrain.campaign.planning.plan import Plan
 from retrain.config import parse_dict
-from retrain.config.campaign import DECIDING_KEYS, CampaignSection
+from retrain.config.campaign import DECIDING_KEYS
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import defines_run, flat
 from retrain.config.runs import RunSpec, condition_hash, run_directory
@@ -65,7 +65,8 @@ def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[st
     unknown."""
     path, configs = directory / MANIFEST, planned_configs(directory)
     if not path.is_file():
-        if any(_has_records(run) for run in (directory, *(directory / "runs").glob("*"))):
+        names, runs = (METRICS, EVALS, f"{FINAL}/{MARK}"), (directory, *(directory / "runs").glob("*"))
+        if any(checkpoint_paths(run) or any((run / name).is_file() for name in names) for run in runs):
             raise UsageError(
                 f"{directory} has records of runs and no {MANIFEST}, so that what was declared is not known: restore "
                 "the file from a copy, or begin anew with another --out"
@@ -84,11 +85,6 @@ def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[st
     return entries, missing
 
 
-def _has_records(run: Path) -> bool:
-    has_rows = any((run / name).is_file() for name in (METRICS, EVALS, f"{FINAL}/{MARK}"))
-    return has_rows or bool(checkpoint_paths(run))
-
-
 def declaration(specs: Sequence[RunSpec]) -> CampaignDeclaration:
     campaign, by_label = specs[0].config.campaign, {spec.label: spec for spec in specs}
     hashed = by_label if specs[0].is_campaign else {}
@@ -100,35 +96,6 @@ def declaration(specs: Sequence[RunSpec]) -> CampaignDeclaration:
         max_steps={label: spec.config.training.max_steps for label, spec in by_label.items()},
         settings={label: condition_hash(spec.config.to_dict()) for label, spec in hashed.items()},
     )
-
-
-def store_declaration(
-    content: Row, specs: Sequence[RunSpec], before: Sequence[RunEntry], configs: Mapping[str, Values]
-) -> None:
-    """Store the declaration in a manifest's content; until a run has begun, a later start may replace it.
-
-    ``before`` are the manifest's entries and ``configs`` the planned configurations of the last start, by run id. Keys
-    that an older declaration lacks are taken from these two, not from the present file.
-    """
-    if has_begun(before):
-        planned = declaration(specs).to_row()
-        planned.pop("settings", None)  # runs of an earlier release may have had other declarations
-        content["declared"] = {**planned, **_planned(before, configs), **(content.get("declared") or {})}
-    else:
-        content["declared"] = declaration(specs).to_row()
-
-
-def _planned(before: Sequence[RunEntry], configs: Mapping[str, Values]) -> Row:
-    """Return the declaration of the last start; keys that its release did not have get their defaults."""
-    defaults = CampaignSection(sequential="off")  # the oldest records have no interim analysis
-    campaign = next((config.get("campaign") or {} for config in configs.values()), {})
-    steps = {entry.label: entry.max_steps for entry in before if entry.max_steps}
-    return {key: campaign.get(key, getattr(defaults, key)) for key in DECIDING_KEYS if configs} | {
-        "baseline": before[0].label,
-        "conditions": list(dict.fromkeys(entry.label for entry in before)),
-        "seeds": list(dict.fromkeys(entry.seed for entry in before)),
-        **({"max_steps": steps} if steps else {}),
-    }
 
 
 class Manifest:

@@ -278,7 +278,7 @@ def _data_problem(loaded: LoadedConfig, config: Config, plan: Plan, rewards: Cus
         fault = error
     for key in local:  # find the source at fault; some sources may be read only in training
         try:
-            load_data(_single_source(config, key), 0, base_dir=folder)
+            load_data(_single_source(config, key), base_dir=folder)
         except DataError as error:
             return _of_source(loaded, key, sources[key], error)
     return None if fault is None else _of_source(loaded, "data.source", sources["data.source"], fault)

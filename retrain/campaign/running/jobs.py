@@ -7,7 +7,7 @@ The controller passes work items in the order in which they should begin, and de
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Set
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -138,14 +138,9 @@ class Scheduler:
         self.lost_steps = False  # Whether a job died after a request to stop, so that not everything has been saved
         self._waiting: deque[WorkItem] = deque()
         self._under_way: dict[str, tuple[WorkItem, Handle]] = {}
-        self._busy = set[str]()
+        self.names_under_way = set[str]()  # Names of the runs of all active jobs
         self._deaths: dict[WorkItem, int] = {}
         self._fault: RetrainError | None = None
-
-    @property
-    def names_under_way(self) -> Set[str]:
-        """Names of the runs of all active jobs, as a live set: it changes as jobs begin and end."""
-        return self._busy
 
     def stop_where(self, unwanted: Callable[[frozenset[str]], bool]) -> None:
         for work, handle in self._under_way.values():
@@ -176,7 +171,7 @@ class Scheduler:
         self.on_event(event)
         if isinstance(event, JobEnded):
             work, _ = self._under_way.pop(event.job)
-            self._busy -= work.names
+            self.names_under_way -= work.names
             self._waiting.extendleft(reversed([*self._next(work, event)]))
         if self.stopping() or self._fault is not None:
             for _, handle in self._under_way.values():
@@ -211,7 +206,7 @@ class Scheduler:
         if self._fault is not None or (self.stopping() and self._has_training_left()):
             return
         while len(self._under_way) < self.room:
-            item = next((item for item in self._waiting if self._busy.isdisjoint(item.names)), None)
+            item = next((item for item in self._waiting if self.names_under_way.isdisjoint(item.names)), None)
             if item is None:
                 return
             self._waiting.remove(item)
@@ -219,7 +214,7 @@ class Scheduler:
             if job is not None:
                 handle = self.executor.submit(job)
                 self._under_way[handle.id] = item, handle
-                self._busy |= item.names
+                self.names_under_way |= item.names
 
     def _has_training_left(self) -> bool:
         """Return whether any item trains or will train; drop waiting items without remaining jobs."""

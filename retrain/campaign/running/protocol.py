@@ -251,8 +251,7 @@ def job_from_json(content: Values) -> Job:
     return CohortJob(**fields) if content["kind"] == "CohortJob" else SqueezeJob(**fields)
 
 
-# Workers that an earlier version started may still be training, and that version had other names for two events
-_EVENTS = {"Sealed": SealChanged, "Evaluated": EvaluationDone} | {event.__name__: event for event in get_args(Event)}
+_EVENTS = {event.__name__: event for event in get_args(Event)}
 
 
 def event_to_json(event: Event) -> Row:

@@ -106,7 +106,11 @@ class AdapterStore:
 
     def write(self, name: str, snapshot: LocalSnapshot) -> Path:
         """Write a PEFT directory atomically and return it. Raises StorageError."""
-        self._claim()
+        with self._claim_lock:
+            if not self._claimed:
+                # Before any adapter: a directory without an owner is never removed by others.
+                write_json(self.directory / OWNER, this_process())
+                self._claimed = True
         final = self.directory / name
         # Renamed when complete: a server must not see half an adapter.
         aside = aside_of(final)
@@ -118,18 +122,13 @@ class AdapterStore:
             key: (a.to("cpu", dtype), (b * weights.scale).to("cpu", dtype)) for key, (a, b) in weights.tensors().items()
         }
         rank = server_rank(weights.live_rank)
-        config = self._config(snapshot, rank, list(tensors))
+        plain = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
+        own = {"r": rank, "lora_alpha": rank, "target_modules": list(tensors)}
+        config = {**plain, "base_model_name_or_path": self.base, **snapshot.peft_config(), **own}
         write_peft(aside, {key: padded(pair, rank) for key, pair in tensors.items()}, config)
         with writing(final):
             os.replace(aside, final)  # need not be on disk, because adapters of an ended process are never loaded
         return final
-
-    def _claim(self) -> None:
-        with self._claim_lock:
-            if not self._claimed:
-                # Before any adapter: a directory without an owner is never removed by others.
-                write_json(self.directory / OWNER, this_process())
-                self._claimed = True
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(OSError):
@@ -143,13 +142,3 @@ class AdapterStore:
             if [path.name for path in self.shared.iterdir()] == [MADE]:
                 (self.shared / MADE).unlink(missing_ok=True)
                 self.shared.rmdir()
-
-    def _config(self, snapshot: LocalSnapshot, rank: int, names: list[str]) -> dict[str, object]:
-        plain = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
-        return plain | {
-            "base_model_name_or_path": self.base,
-            **snapshot.peft_config(),
-            "r": rank,
-            "lora_alpha": rank,
-            "target_modules": names,
-        }

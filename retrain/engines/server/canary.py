@@ -17,15 +17,16 @@ import numpy as np
 import torch
 
 from retrain.engines.server.client import ServerClient
+from retrain.engines.server.completions import ReturnTrial
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.hypotheses import (
-    TOP_P,
     Hypothesis,
     ServedTokens,
     distances,
     misreadings,
     next_tokens,
     rms,
+    sampling_misreadings,
     trainer_logprobs,
 )
 from retrain.errors import ModelError, ServerFailed
@@ -71,31 +72,6 @@ class CanaryResult:
             f"canary{self.where}: base within {self.base:.1e} nats of our own, adapter within {self.adapter:.1e} "
             f"of an effect of {self.effect:.2g}, seeds repeat ({self.tokens} tokens, {self.seconds:.1f} s)"
         )
-
-
-@dataclass(frozen=True)
-class ReturnTrial:
-    """Tests a server that comes back or joins late: each request samples one token, whose log-probability must be the
-    trainer's. ``logprobs_TV``: the trainer's (nats) for all tokens with ``weights``, one row per request. ``policy``:
-    "the base" or "the adapter", for messages."""
-
-    requests: Sequence[SampleRequest]
-    weights: LocalSnapshot
-    logprobs_TV: np.ndarray
-    policy: str
-    tolerance: float
-
-    def judge(self, url: str, answers: Sequence[Action]) -> None:
-        served_T = np.array([action.logprobs_T[0] for action in answers])
-        right_T = np.array(
-            [row_V[action.token_ids[0]] for row_V, action in zip(self.logprobs_TV, answers, strict=True)]
-        )
-        if (difference := rms(served_T - right_T)) > self.tolerance:
-            raise ModelError(
-                f"{url} does not compute what is trained here: its log-probabilities of {self.policy}'s tokens are "
-                f"{difference:.2g} nats from our own (root mean square); {self.tolerance:g} is the limit ([inference] "
-                "tolerance)"
-            )
 
 
 def run_canaries(
@@ -183,7 +159,7 @@ class Canary:
             f"of the adapter's {of_adapter:.2g}; {tolerance:g} is the limit ([inference] tolerance)"
         )
         if of_base > tolerance:
-            cause = self._likeliest(from_base, list(_base_misreadings(temperature)), of_base)
+            cause = self._likeliest(from_base, list(sampling_misreadings(None, temperature)), of_base)
         else:
             cause = self._likeliest(from_adapter, list(misreadings(self.adapter, temperature)), of_adapter)
         raise ModelError(f"{url} does not compute what is trained here: {numbers}. {cause}")
@@ -220,13 +196,6 @@ class Canary:
             f"{server.url}: its seeds do not repeat: {name} sampled {SAMPLES} times with the same seeds gave other "
             f"tokens in {TRIES} of {TRIES} tries. SGLang needs --enable-deterministic-inference"
         )
-
-
-def _base_misreadings(temperature: float) -> Iterator[Hypothesis]:
-    for top_p in TOP_P:
-        yield Hypothesis(f"the server samples with top_p = {top_p:g} of its own", None, temperature, top_p)
-    if temperature != 1:
-        yield Hypothesis(f"log-probabilities are those of temperature 1, not {temperature:g}", None, 1.0)
 
 
 def _advice(name: str) -> str:

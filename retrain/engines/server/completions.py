@@ -4,15 +4,16 @@ import asyncio
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+
+import numpy as np
 
 from retrain.engines.server.adapters import AdapterStore, PublishedAdapter
-from retrain.engines.server.checks import action_of
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.connection import ModelNotFound, RequestRejected, ServerUnavailable, ServerUnreachable
-from retrain.engines.server.dialects import CompletionRequest, InvalidAnswer
+from retrain.engines.server.dialects import CompletionRequest, InvalidAnswer, action_of
+from retrain.engines.server.hypotheses import rms
 from retrain.engines.server.pool import ServerPool, Waits
-from retrain.errors import ServerFailed
+from retrain.errors import ModelError, ServerFailed
 from retrain.policy.local import LocalSnapshot
 from retrain.rng import torch_seed
 from retrain.tokenizer import Tokenizer
@@ -34,17 +35,29 @@ class ServedModel:
     context: int
 
 
-class Trial(Protocol):
-    """A test of a server with requests whose answers under ``weights`` are known. ``judge`` raises ModelError if the
-    server's answers differ."""
+@dataclass(frozen=True)
+class ReturnTrial:
+    """Tests a server that comes back or joins late: each request samples one token, whose log-probability must be the
+    trainer's. ``logprobs_TV``: the trainer's (nats) for all tokens with ``weights``, one row per request. ``policy``:
+    "the base" or "the adapter", for messages."""
 
-    @property
-    def requests(self) -> Sequence[SampleRequest]: ...
+    requests: Sequence[SampleRequest]
+    weights: LocalSnapshot
+    logprobs_TV: np.ndarray
+    policy: str
+    tolerance: float
 
-    @property
-    def weights(self) -> LocalSnapshot: ...
-
-    def judge(self, url: str, answers: Sequence[Action]) -> None: ...
+    def judge(self, url: str, answers: Sequence[Action]) -> None:
+        served_T = np.array([action.logprobs_T[0] for action in answers])
+        right_T = np.array(
+            [row_V[action.token_ids[0]] for row_V, action in zip(self.logprobs_TV, answers, strict=True)]
+        )
+        if (difference := rms(served_T - right_T)) > self.tolerance:
+            raise ModelError(
+                f"{url} does not compute what is trained here: its log-probabilities of {self.policy}'s tokens are "
+                f"{difference:.2g} nats from our own (root mean square); {self.tolerance:g} is the limit ([inference] "
+                "tolerance)"
+            )
 
 
 class Completions:
@@ -98,7 +111,7 @@ class Completions:
         last = f"{faults[-1]}{_hint(faults[-1])}"
         raise ServerFailed(f"a completion was asked for {ATTEMPTS} times, the last answer: {last}{again}")
 
-    async def run_trial(self, store: AdapterStore, trial: Trial, server: ServerClient) -> None:
+    async def run_trial(self, store: AdapterStore, trial: ReturnTrial, server: ServerClient) -> None:
         """Run a trial on one server. Raises ModelError if it fails the trial, RequestFailed, InvalidAnswer."""
         published = store.new_adapter(trial.requests[0].policy, trial.weights)
         try:

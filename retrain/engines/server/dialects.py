@@ -10,12 +10,18 @@ Every sampling parameter is always sent, also at its default, because servers ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from retrain.types import SampleRequest
+import numpy as np
+
+from retrain.tokenizer import Tokenizer
+from retrain.types import Action, SampleRequest, StopReason
+
+ABOVE_ZERO = 1e-6  # Rounding tolerance for log-probabilities above 0
 
 
 class InvalidAnswer(Exception):
@@ -210,3 +216,57 @@ def _expecting(what: str, payload: Any) -> Iterator[None]:
         yield
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise InvalidAnswer(f"no {what}: {repr(payload)[:160]}") from error
+
+
+# -- checks of answers ------------------------------------------------------------------------------------------------
+
+
+def action_of(ask: CompletionRequest, answer: Answer, vocabulary: int, tokenizer: Tokenizer) -> Action:
+    """Return the action of an answer. Raises InvalidAnswer with the first check that fails."""
+    request, ids = ask.request, list(answer.token_ids)
+    if answer.model is not None and answer.model != ask.model:
+        raise InvalidAnswer(f"model {answer.model!r} answered, where {ask.model!r} was asked")
+    if answer.prompt_ids is not None and list(answer.prompt_ids) != list(request.prompt_ids):
+        raise InvalidAnswer(
+            f"the prompt came back as {len(answer.prompt_ids)} other token ids: it was not read as sent"
+        )
+    if not 1 <= len(ids) <= request.max_tokens:
+        raise InvalidAnswer(f"{len(ids)} tokens, where 1 to {request.max_tokens} were asked for")
+    if wrong := [token for token in ids if type(token) is not int or not 0 <= token < vocabulary]:
+        raise InvalidAnswer(f"token id {wrong[0]!r}, outside the vocabulary of {vocabulary}")
+    return Action(
+        token_ids=ids,
+        text=tokenizer.decode(ids),
+        logprobs_T=checked_logprobs(answer.logprobs, len(ids)),
+        entropy_T=None,
+        stop_reason=_ending(ask, ids, answer.finish),
+        policy_version=request.policy.version,
+    )
+
+
+def checked_logprobs(logprobs: Sequence[float | None], tokens: int) -> np.ndarray:
+    """Return the log-probabilities of so many tokens, at most 0: what is above it by rounding becomes 0. Raises
+    InvalidAnswer."""
+    if len(logprobs) != tokens:
+        raise InvalidAnswer(f"{len(logprobs)} log-probabilities for {tokens} tokens")
+    for value in logprobs:
+        if type(value) not in (int, float) or value is None or not math.isfinite(value) or value > ABOVE_ZERO:
+            raise InvalidAnswer(f"log-probability {value!r}")
+    return np.minimum(np.asarray(logprobs, dtype=np.float64), 0.0)
+
+
+def _ending(ask: CompletionRequest, ids: list[int], finish: str) -> StopReason:
+    ends = set(ask.stop_ids)
+    if passed := [token for token in ids[:-1] if token in ends]:
+        raise InvalidAnswer(f"it went on after the end token {passed[0]}: the server does not stop at our end tokens")
+    if finish == "stop":
+        if ids[-1] not in ends:
+            raise InvalidAnswer(
+                f'it ended by "stop" with token {ids[-1]}, no end token: the server leaves the end token out'
+            )
+        return "stop"
+    if finish != "length":
+        raise InvalidAnswer(f'it ended by "{finish}"')
+    if len(ids) < ask.request.max_tokens:
+        raise InvalidAnswer(f'it ended by "length" after {len(ids)} tokens of {ask.request.max_tokens}')
+    return "stop" if ids[-1] in ends else "length"

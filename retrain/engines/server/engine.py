@@ -6,31 +6,43 @@ loads an adapter before the first request that needs it, and again after a resta
 retired and no request in flight uses it.
 """
 
+from __future__ import annotations
+
 import asyncio
+import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
+from retrain.config import Config
 from retrain.config.machine import Released
-from retrain.engines.protocol import EngineState, Finished
+from retrain.engines.protocol import Engine, Finished
 from retrain.engines.server.adapters import AbandonedAdapters, AdapterStore, PublishedAdapter
+from retrain.engines.server.automatic import is_composed
 from retrain.engines.server.client import ServerClient
-from retrain.engines.server.completions import Completions, ServedModel, Trial
-from retrain.engines.server.connection import RequestFailed
-from retrain.engines.server.fleet import Fleet
-from retrain.engines.server.loop import LoopThread
+from retrain.engines.server.completions import Completions, ReturnTrial, ServedModel
+from retrain.engines.server.connection import RequestFailed, api_key, server_root
+from retrain.engines.server.dialects import DIALECTS
+from retrain.engines.server.fleet import Fleet, LocalFleet, names_of
 from retrain.engines.server.pool import WAITS, ServerPool, Waits
 from retrain.engines.server.sleep import SharedGpu
 from retrain.engines.slots import check_lengths
 from retrain.errors import RunFailed, ServerFailed, UsageError
+from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.protocol import PolicySnapshot
 from retrain.types import Action, PolicyRef, SampleRequest
 
+ADAPTERS = "adapters"  # Default for `adapter_dir`, below a run's or campaign's directory
 WAKING_S = 20.0  # Most seconds for waking sleeping servers in ``close``
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -42,15 +54,12 @@ class _Call:
     loading_s: float = 0.0  # Seconds of waiting for servers to load adapters
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """Samples with servers that hold the base ``model``; several versions of a run may be published at the same time.
 
     ``new_client`` makes the client of an address. ``notify(text, level)`` is called when servers are lost or return. A
     ``fleet`` starts the servers and provides their addresses; ``close`` closes it too.
     """
-
-    gives_entropy = False
-    exact = False
 
     def __init__(
         self,
@@ -181,19 +190,12 @@ class ServerEngine:
             await asyncio.gather(*(server.adapters.unload(published.name) for server in self.pool.servers))
             await asyncio.to_thread(self.store.remove, published.name)
 
-    # -- state --------------------------------------------------------------------------------------------------
-
-    def state(self) -> EngineState:
-        return {}
-
-    def restore(self, state: EngineState) -> None: ...
+    # -- sampling -----------------------------------------------------------------------------------------------
 
     def forget_sequences(self) -> None:
         """Forget which server has which rollout. Servers on the trainer's GPU sleep until the next ``sample``."""
-        self.pool.forget_homes()
+        self.pool.homes.clear()
         self._loop.run(self._gpu.sleep(self.pool.servers))
-
-    # -- sampling -----------------------------------------------------------------------------------------------
 
     def sample(
         self,
@@ -270,6 +272,125 @@ class ServerEngine:
 
     # -- trials -------------------------------------------------------------------------------------------------
 
-    def set_trials(self, trials: Sequence[Trial]) -> None:
+    def set_trials(self, trials: Sequence[ReturnTrial]) -> None:
         """Set the trials that a server must pass when it returns or joins late."""
         self.pool.trials = [partial(self._completions.run_trial, self.store, trial) for trial in trials]
+
+
+def server_engine(
+    config: Config,
+    base: BaseModel,
+    directory: Path,
+    notify: Callable[[str, str], None] = lambda text, level: None,
+    fleet: Fleet | None = None,
+) -> ServerEngine:
+    """Return the engine of ``config`` after its servers have answered. Without a ``fleet``, servers of ``[inference]
+    launch`` are started; their logs are in ``directory``.
+
+    Raises UsageError if an API key's variable is not set, the adapter directory cannot be made, or no server answers.
+    """
+    settings, model = config.inference, config.model.model
+    key = api_key(settings.api_key_env, "[inference]")
+    composed = is_composed(settings.launch)
+    if composed and not key:
+        key = secrets.token_urlsafe(24)  # other users of this machine cannot send requests
+    adapter_directory = Path(settings.adapter_dir).expanduser() if settings.adapter_dir else directory / ADAPTERS
+    store = AdapterStore(adapter_directory, model, base.dtype)
+    engines: list[ServerEngine] = []
+
+    def server_message(text: str, level: str) -> None:
+        # The engine outlives the cohort that it is built for: its present ``notify`` is the later cohort's.
+        (engines[0].pool.notify if engines else notify)(text, level)
+
+    dialect = DIALECTS[settings.engine]
+    engine = ServerEngine(
+        ServedModel(model, base.text, base.vocab_size, base.eos_ids, base.context_length),
+        [server_root(address) for address in settings.url or ()],
+        lambda url: ServerClient(url, dialect, key, settings.timeout_s, settings.max_in_flight, settings.upload),
+        store,
+        notify,
+        None if settings.launch is None else fleet or LocalFleet(config, directory, server_message, key),
+        settings.released,
+        replace(WAITS, patience_s=settings.patience_s),
+    )
+    engines.append(engine)
+    begin = time.monotonic()
+    if composed:
+        logs = ", ".join(f"{directory / name}.log" for name in names_of(settings.replicas))
+        notify(f"vLLM starts (log: {logs})", "info")
+    try:
+        engine.open()
+    except BaseException:
+        engine.close()
+        raise
+    if composed:
+        notify(f"vLLM is ready after {time.monotonic() - begin:.0f} s", "info")
+    return engine
+
+
+# -- the event loop ---------------------------------------------------------------------------------------------------
+
+
+class LoopThread:
+    """An event loop in its own thread, to which other threads submit coroutines."""
+
+    def __init__(self, name: str):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self._lock, self._closed = threading.RLock(), False
+        self._calls: set[Future[Any]] = set()
+
+    def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result] | None:
+        """Start a coroutine and return its future. Once the loop is closed, return None and run nothing."""
+        with self._lock:  # nothing may enter a loop that is about to stop
+            if self._closed:
+                coroutine.close()
+                return None
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine and return its result. An exception that interrupts the wait also cancels the coroutine.
+        Raises RuntimeError once the loop is closed."""
+        with self._lock:  # ``close`` cancels all calls that have started
+            future = self.start(coroutine)
+            if future is None:
+                raise RuntimeError("the engine is closed")
+            self._calls.add(future)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+        finally:
+            self._calls.discard(future)
+
+    def cancel(self) -> None:
+        for call in list(self._calls):
+            call.cancel()
+
+    def close(self, last: Coroutine[Any, Any, None]) -> bool:
+        """Cancel all calls, run ``last``, cancel other tasks and stop. Return False if it was already closed."""
+        with self._lock:
+            was_closed, self._closed = self._closed, True
+        if was_closed:
+            last.close()
+            return False
+        self.cancel()
+        try:
+            asyncio.run_coroutine_threadsafe(_finish(last), self._loop).result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+        return True
+
+
+async def _finish(last: Coroutine[Any, Any, None]) -> None:
+    try:
+        await last
+    finally:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)

@@ -1,6 +1,6 @@
 """Computes the log-probabilities that a server with a known mistake would return.
 
-The canary calls it before training, and ``training.mismatch`` during a run. A server that misreads an adapter does so
+The canary calls it before training, and ``training.watch`` during a run. A server that misreads an adapter does so
 in one of a few ways; the hypothesis nearest to the server's log-probabilities is reported as the likely cause.
 """
 
@@ -91,25 +91,26 @@ def misreadings(weights: LoraWeights, temperature: float) -> Iterator[Hypothesis
         "alpha is divided by the square root of the rank (rsLoRA)": math.sqrt(alpha),
     }
     for name, factor in factors.items():
-        yield Hypothesis(name, with_scale(weights, weights.scale * factor), temperature)
+        scaled = LoraWeights(weights.shapes, weights.rank, weights.scale * factor, weights.live_rank, weights.flat)
+        yield Hypothesis(name, scaled, temperature)
     for name, kinds in (("attention", ATTENTION), ("MLP", MLP), ("q_proj and v_proj", ("q_proj", "v_proj"))):
         chosen = [shape.name for shape in weights.shapes if shape.name.rpartition(".")[2] in kinds]
         if chosen and len(chosen) < len(weights.shapes):
             yield Hypothesis(
                 f"only the adapters of {name} count (target modules)", with_layers(weights, chosen), temperature
             )
+    yield from sampling_misreadings(weights, temperature)
+
+
+def sampling_misreadings(weights: LoraWeights | None, temperature: float) -> Iterator[Hypothesis]:
     if temperature != 1:
         yield Hypothesis(f"log-probabilities are those of temperature 1, not {temperature:g}", weights, 1.0)
     for top_p in TOP_P:
         yield Hypothesis(f"the server samples with top_p = {top_p:g} of its own", weights, temperature, top_p)
 
 
-def with_scale(weights: LoraWeights, scale: float) -> LoraWeights:
-    return LoraWeights(weights.shapes, weights.rank, scale, weights.live_rank, weights.flat)
-
-
 def with_layers(weights: LoraWeights, names: Sequence[str]) -> LoraWeights:
-    copied = LoraWeights(weights.shapes, weights.rank, weights.scale, weights.live_rank, weights.flat.clone())
+    copied = weights.frozen()
     for shape in weights.shapes:
         if shape.name not in names:
             copied.B[shape.name].zero_()

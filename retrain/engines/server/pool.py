@@ -46,7 +46,7 @@ class ServerPool:
         self.notify, self.gave_up, self.waits = notify, gave_up, waits
         self._is_open = False
         self.trials: list[Callable[[ServerClient], Awaitable[None]]] = []
-        self._homes: dict[Hashable, ServerClient] = {}
+        self.homes: dict[Hashable, ServerClient] = {}  # The server of each rollout that may continue
         self._probes: dict[ServerClient, asyncio.Task[None]] = {}
         self._back = asyncio.Condition()
 
@@ -98,14 +98,11 @@ class ServerPool:
         await self.wait_for(at)
         if at is not None:
             return at
-        home = self._homes.get(key)
+        home = self.homes.get(key)
         if home is None or not home.alive or home not in self.servers:
             home = min((server for server in self.servers if server.alive), key=lambda server: server.waiting)
-            self._homes[key] = home
+            self.homes[key] = home
         return home
-
-    def forget_homes(self) -> None:
-        self._homes.clear()
 
     async def recheck(self, server: ServerClient, reason: str) -> None:
         """Exclude the server after a failed request, unless it passes a health check now."""

@@ -6,17 +6,15 @@ the run stops and is saved, as with servers that sample.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from retrain.config import Config
-from retrain.engines.server.checks import ABOVE_ZERO
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.connection import RequestFailed, ServerUnavailable, api_key, server_root
-from retrain.engines.server.dialects import DIALECTS, Dialect, InvalidAnswer, PromptLogprobs
+from retrain.engines.server.dialects import DIALECTS, Dialect, InvalidAnswer, PromptLogprobs, checked_logprobs
 from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.policy.protocol import Policy
 from retrain.types import Sample
@@ -118,14 +116,8 @@ def checked_prompt(answer: PromptLogprobs, token_ids: Sequence[int]) -> np.ndarr
     if the answer is for other tokens, or contains a value that is no log-probability."""
     if answer.token_ids is not None and list(answer.token_ids) != list(token_ids):
         raise InvalidAnswer(f"the tokens came back as {len(answer.token_ids)} other ids: they were not read as sent")
-    if len(answer.logprobs) != len(token_ids):
-        raise InvalidAnswer(f"{len(answer.logprobs)} log-probabilities for {len(token_ids)} tokens")
-    logprobs_L = np.zeros(len(token_ids))
-    for index, value in enumerate(answer.logprobs[1:], start=1):
-        if type(value) not in (int, float) or value is None or not math.isfinite(value) or value > ABOVE_ZERO:
-            raise InvalidAnswer(f"log-probability {value!r}")
-        logprobs_L[index] = min(value, 0.0)
-    return logprobs_L
+    logprobs = [0.0, *answer.logprobs[1:]] if answer.logprobs else []
+    return checked_logprobs(logprobs, len(token_ids))
 
 
 def server_teacher(config: Config) -> ServerTeacher:

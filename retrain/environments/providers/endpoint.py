@@ -154,10 +154,6 @@ class Endpoint:
     def url_of(self, channel: Channel) -> str:
         return f"{self.url}/{channel.name}/v1"
 
-    @property
-    def session_url(self) -> str:
-        return f"{self.url}/session/v1"
-
     async def _chat(self, request: web.Request) -> web.Response:
         from aiohttp import web  # pyright: ignore[reportMissingImports]
 

@@ -13,6 +13,7 @@ the last one is a separate conversation (``Step.conversation``).
 import asyncio
 import atexit
 import contextlib
+import hashlib
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -33,6 +34,8 @@ from retrain.types import Action, Message, RewardResult
 T = TypeVar("T")
 MessageKey = tuple[str, str, str | tuple[tuple[str, str], ...]]
 KEYS = ("name", "tool_call_id", "tool_calls")  # Fields of a message that chat templates read, besides role and text
+# Environment variable that is never set: the local endpoint needs no key, and must not receive the user's
+UNSET_KEY = "RETRAIN_VERIFIERS_NO_KEY"
 MAX_REFUSALS = 16  # Refused requests after which a harness is stopped
 
 
@@ -44,6 +47,19 @@ class HarnessResult(NamedTuple):
 
 # A harness: a function that drives one rollout through the channel (and ``Endpoint``) and returns its grade
 Lead = Callable[[Channel], Coroutine[Any, Any, HarnessResult]]
+
+
+class TaskRow(NamedTuple):
+    """A task. ``digest`` is a hash of its content, which must be the same at the row's index in every process."""
+
+    prompt: tuple[Message, ...]
+    answer: str
+    tags: tuple[str, ...]
+    digest: str
+
+
+def digest(task: object) -> str:
+    return hashlib.sha256(json.dumps(task, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 class Inversion:

@@ -10,11 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar, cast
+from typing import IO, Annotated, Any, ClassVar, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -39,7 +46,6 @@ from retrain.environments.providers.openenv_forms import (
     result_of,
     tool_schema,
 )
-from retrain.environments.providers.openenv_server import OpenEnvServer
 from retrain.environments.tools import ToolSchema
 from retrain.environments.tools.calls import answer, parse
 from retrain.errors import PluginError, UsageError, printable
@@ -51,6 +57,15 @@ MOST_SERVERS = 32  # Servers that a process starts if each takes few sessions
 CLOSING_SECONDS = 5.0  # Time limit for a server to forget a session that has ended
 # A server's error codes for an action that does not fit the schema, and for an exception of the environment's step
 INVALID_ACTION, STEP_RAISED = "VALIDATION_ERROR", "EXECUTION_ERROR"
+HOST = "127.0.0.1"
+# On Linux the kernel kills the server when its parent ends, also by SIGKILL. PR_SET_PDEATHSIG is 1.
+_GUARD = (
+    "import ctypes, os, sys\n"
+    "if sys.platform == 'linux':\n"
+    "    ctypes.CDLL(None).prctl(1, 9)\n"
+    "    if os.getppid() != int(sys.argv[1]): sys.exit('the process that started this one is gone')\n"
+    "os.execvp(sys.argv[2], sys.argv[2:])\n"
+)
 
 
 class Arguments(BaseModel):
@@ -98,6 +113,63 @@ class Arguments(BaseModel):
         if self.reward_range is not None and self.reward_range[0] >= self.reward_range[1]:
             raise ValueError(f"reward_range is {self.reward_range}, whose first number is not below its second")
         return self
+
+
+class OpenEnvServer:
+    """Process of ``command``, in which ``{port}`` and ``{host}`` are replaced; PORT and HOST are also in its
+    environment. It listens on a free loopback port and ends with the process that started it. Waits up to ``seconds``
+    until ``/health`` answers. Raises PluginError if there is no such program, the process ends or it does not answer.
+    Programs beside this Python come before those in PATH, so that an environment need not be activated. ``sessions``:
+    open episodes, of which it takes at most ``most_sessions``."""
+
+    def __init__(self, command: Sequence[str], seconds: float):
+        with socket.create_server((HOST, 0)) as probe:
+            port = int(probe.getsockname()[1])
+        self.url = f"http://{HOST}:{port}"
+        self.sessions, self.most_sessions = 0, math.inf
+        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+        program = shutil.which(command[0], path=path)
+        if program is None:
+            raise PluginError(f"{OWNER}: there is no program {command[0]!r} to start the server with")
+        arguments = [word.replace("{port}", str(port)).replace("{host}", HOST) for word in command[1:]]
+        # A file, not a pipe: a pipe that is not read fills up and blocks the server.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _GUARD, str(os.getpid()), program, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PORT": str(port), "HOST": HOST},
+        )
+        self.close = weakref.finalize(self, _end, self.process, self._output)
+        self._wait(seconds, " ".join(command))
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def _wait(self, seconds: float, command: str) -> None:
+        deadline = time.monotonic() + seconds
+        while self.alive and time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).is_success:
+                    return
+            time.sleep(0.05)
+        status = self.process.poll()
+        self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, self._output.tell() - 400))
+        lines = self._output.read().decode(errors="replace").strip().splitlines()
+        last = f": {printable(lines[-1])}" if lines else ""
+        self.close()
+        if status is not None:
+            raise PluginError(f"{OWNER}: the server {command!r} ended with status {status}{last}")
+        raise PluginError(f"{OWNER}: {self.url}/health of {command!r} did not answer within {seconds:g} s{last}")
+
+
+def _end(process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
+    process.kill()
+    process.wait()
+    output.close()
 
 
 class ServerFull(PluginError):
@@ -159,7 +231,7 @@ class OpenEnv:
                 "(max_concurrent_envs), or lower batch_size or group_size"
             )
         assert self.arguments.command is not None
-        self._servers.append(OpenEnvServer(self.arguments.command, self.arguments.start_seconds, OWNER))
+        self._servers.append(OpenEnvServer(self.arguments.command, self.arguments.start_seconds))
         return self._servers[-1]
 
     def _read_schema(self, url: str) -> Actions:

@@ -9,17 +9,19 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 
 from retrain.environments.arguments import imported
-from retrain.environments.providers.inversion import Inversion, InvertedEpisode
+from retrain.environments.providers.inversion import Inversion, InvertedEpisode, TaskRow
 from retrain.environments.providers.randomness import OwnRandomness
 from retrain.environments.providers.verifiers_classic import Classic
-from retrain.environments.providers.verifiers_rows import TaskRow, held_out
 from retrain.environments.providers.verifiers_v1 import Tasksets, is_taskset
-from retrain.errors import DataError, RetrainError
+from retrain.errors import DataError, RetrainError, UsageError
 from retrain.plugins import described
 from retrain.types import Problem
 
 # Seed while data are loaded: rows that the environment draws without a seed are then equal in every process
 LOADING_SEED = "loading"
+# Share and largest number of training problems to hold out, if the environment has no held-out problems and the
+# configuration no ``heldout``
+HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
 
 
 class Verifiers:
@@ -131,3 +133,21 @@ class Verifiers:
             cause = error.__cause__
             hidden = f"; {described(cause)}" if cause is not None and str(cause) not in str(error) else ""
             raise DataError(f"environment {self.id} cannot be loaded: {described(error)}{hidden}") from error
+
+
+def held_out(rows: Sequence[TaskRow], count: int | None) -> set[int]:
+    """Return the indices of the ``count`` held-out rows. Raises UsageError if none is left for training.
+
+    The rows with the smallest hashes are held out, so that they are the same in every run and equal rows are either all
+    held out or all trained on.
+    """
+    if count is None:
+        count = min(max(round(len(rows) * HELD_OUT_SHARE), len(rows) > 1), MOST_HELD_OUT)
+    if count <= 0:
+        return set()
+    hashes = [row.digest for row in rows]
+    last = sorted(hashes)[min(count, len(hashes)) - 1]
+    held = {index for index, value in enumerate(hashes) if value <= last}
+    if len(held) == len(rows):
+        raise UsageError(f"heldout = {count} leaves none of the {len(rows)} problems to train with: take a smaller one")
+    return held

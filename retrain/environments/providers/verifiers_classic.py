@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from retrain.environments.providers.endpoint import Channel
-from retrain.environments.providers.inversion import HarnessResult, Inversion, Lead
+from retrain.environments.providers.inversion import UNSET_KEY, HarnessResult, Inversion, Lead, TaskRow, digest
 from retrain.environments.providers.messages import chat_messages
-from retrain.environments.providers.verifiers_rows import UNSET_KEY, TaskRow, digest
 from retrain.errors import UsageError
 from retrain.types import RewardResult
 

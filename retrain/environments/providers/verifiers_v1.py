@@ -15,9 +15,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 from retrain.environments.providers.endpoint import Channel
-from retrain.environments.providers.inversion import HarnessResult, Inversion, Lead
+from retrain.environments.providers.inversion import UNSET_KEY, HarnessResult, Inversion, Lead, TaskRow, digest
 from retrain.environments.providers.messages import chat_messages
-from retrain.environments.providers.verifiers_rows import UNSET_KEY, TaskRow, digest
 from retrain.errors import UsageError
 from retrain.plugins import described
 from retrain.types import RewardResult
@@ -84,7 +83,7 @@ class Tasksets:
         self._seat(vf, config)
         self.environment = vf.load_environment(vf.resolve_env_config(config))
         self._check_runs(vf)
-        client = vf.EvalClientConfig(base_url=inversion.endpoint.session_url, api_key_var=UNSET_KEY)
+        client = vf.EvalClientConfig(base_url=f"{inversion.endpoint.url}/session/v1", api_key_var=UNSET_KEY)
         self._context = vf.ModelContext(model="policy", client=client)
         inversion.hold(self.environment.serving())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from retrain.errors import UsageError, listed, printable
-from retrain.records.foreign.table import CORRECT, HELDOUT_SET, Request, ResultRow, RunState
+from retrain.records.foreign.table import CORRECT, HELDOUT_SET, ReadRequest, ResultRow, RunState
 
 Value = TypeVar("Value")
 
@@ -106,8 +106,8 @@ CONVERSIONS: Mapping[str, Callable[[object], object]] = {
 }
 
 
-class Converted(dict[object, Value], Generic[Value]):
-    """Converted values by the raw ones: a call of ``convert`` for every cell would take most of the time of a large
+class CellConverter(dict[object, Value], Generic[Value]):
+    """CellConverter values by the raw ones: a call of ``convert`` for every cell would take most of the time of a large
     table. Equal values become one object, which saves the memory of repeated texts."""
 
     def __init__(self, convert: Callable[[object], Value]):
@@ -134,7 +134,7 @@ class Converted(dict[object, Value], Generic[Value]):
             raise
 
 
-class Layout(NamedTuple):
+class TableLayout(NamedTuple):
     """Column of each field that a table has. ``metric``: name of the metric of all rows, if no column names it."""
 
     columns: Mapping[str, str]
@@ -146,7 +146,7 @@ class Layout(NamedTuple):
         return self.metric not in (None, "value", CORRECT)
 
 
-def layout_of(path: Path, names: Iterable[str], request: Request) -> Layout:
+def layout_of(path: Path, names: Iterable[str], request: ReadRequest) -> TableLayout:
     """Return the layout of a table with these columns. Raises UsageError for a column that is missing."""
     names = list(names)
     if unknown := next((field for field in request.columns if field not in FIELDS), None):
@@ -167,4 +167,4 @@ def layout_of(path: Path, names: Iterable[str], request: Request) -> Layout:
             fix = f"Name the one that holds the values, such as --metric {free}"
         known = printable(listed(short, MOST_NAMES)) or "none"
         raise UsageError(f'{path} has no column "{missing}"; it has {known}. {fix}')
-    return Layout(columns, None if "metric" in columns else columns["value"])
+    return TableLayout(columns, None if "metric" in columns else columns["value"])

@@ -12,7 +12,7 @@ from retrain.config.comparing import Compare, Results
 from retrain.errors import UsageError, listed
 from retrain.records.foreign import condition_and_seed
 from retrain.records.foreign.paths import NothingFound, ResultFile, RunFiles, find_runs, recognise
-from retrain.records.foreign.table import Format, Request, ResultRow, RunState, RunTable, Steps
+from retrain.records.foreign.table import Format, ReadRequest, ResultRow, RunState, RunTable, Steps
 
 STEPS: dict[str, Steps] = {"final": "ends", "last3": "last3", "auc": "all"}  # Steps that a summary needs
 STATES: tuple[RunState, ...] = ("unknown", "done", "unfinished", "failed")  # The last of these in its rows is a run's
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 @dataclass
-class _Run:
+class _GatheredRun:
     """A run whose rows are being gathered."""
 
     table: RunTable
@@ -57,7 +57,7 @@ class _Run:
             self.values[place], self.times[place] = value, time
         return True
 
-    def finish(self, request: Request) -> RunTable:
+    def finish(self, request: ReadRequest) -> RunTable:
         """Return the table, with the answers at the needed steps. Rows without a step are of step 0 if no row of the
         run has a step."""
         table, with_answers = self.table, dict[tuple[str, str], set[int]]()
@@ -110,8 +110,8 @@ def collect(
 class _Collector:
     def __init__(self, compare: Compare, sources: Sequence[RunFiles], steps: Steps):
         self.sources = sources
-        self.request = Request(compare.measure[1], steps, compare.steps)
-        self.runs: dict[RunKey, _Run] = {}
+        self.request = ReadRequest(compare.measure[1], steps, compare.steps)
+        self.runs: dict[RunKey, _GatheredRun] = {}
         # Sets and metrics of all runs
         self.keys: set[tuple[str, str]] = set()
         # Files that name no run and have no rows of the metric
@@ -119,7 +119,7 @@ class _Collector:
 
     def read(self, files: RunFiles) -> None:
         """Read the files of one source, and add their rows to its run or runs."""
-        opened, runs = self._opened(files), dict[RunKey, _Run]()
+        opened, runs = self._opened(files), dict[RunKey, _GatheredRun]()
         for form, file in opened:
             for place, row in self._rows(files, form, file):
                 if place.run not in runs:
@@ -140,7 +140,7 @@ class _Collector:
             run.table.tool = opened[-1][0].tool if opened else ""
             run.table.started = min(written, default=None)
 
-    def _add(self, run: _Run, place: Place, row: ResultRow, form: Format, path: Path) -> None:
+    def _add(self, run: _GatheredRun, place: Place, row: ResultRow, form: Format, path: Path) -> None:
         if row.time is not None and row.time < run.started:
             run.started = row.time
         run.states.add(row.state)
@@ -208,11 +208,11 @@ class _Collector:
             )
         return condition, seed, "" if seed is not None else run or ""
 
-    def _run(self, files: RunFiles, key: RunKey, of_row: str | None) -> _Run:
+    def _run(self, files: RunFiles, key: RunKey, of_row: str | None) -> _GatheredRun:
         """Return the run with this key. Raises UsageError if it was found elsewhere before."""
         condition, seed, _ = key
         name = files.run or of_row or (condition if seed is None else f"{condition} seed {seed}")
-        known = self.runs.setdefault(key, _Run(RunTable(condition, seed, name), files.origin))
+        known = self.runs.setdefault(key, _GatheredRun(RunTable(condition, seed, name), files.origin))
         if known.origin != files.origin or known.table.name != name:
             of_seed = "" if seed is None else f" with seed {seed}"
             places = f"{known.table.name} in {known.origin} and {name} in {files.origin}"

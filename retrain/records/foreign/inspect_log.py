@@ -16,7 +16,7 @@ from retrain.errors import NotReadable, UsageError
 from retrain.extras import missing
 from retrain.records.foreign import condition_and_seed
 from retrain.records.foreign.json_files import first_bytes, json_document, number, problem_key
-from retrain.records.foreign.table import Format, Request, ResultRow, RunState
+from retrain.records.foreign.table import Format, ReadRequest, ResultRow, RunState
 from retrain.records.schema.base import Row, Values
 
 JSON_START = re.compile(rb'\s*\{\s*"version":\s*\d+,\s*"status":\s*"\w+",\s*"eval":')
@@ -37,7 +37,7 @@ def _choose(files: Sequence[Path]) -> Sequence[Path]:
     return list({(path.parent, name["task_and_id"]) if name else path: path for path, name in names.items()}.values())
 
 
-def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
+def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     header, samples = _read(path)
     try:
         evaluation = header["eval"]

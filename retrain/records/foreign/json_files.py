@@ -9,7 +9,7 @@ from typing import Any
 
 from retrain.errors import NotReadable, UsageError, first_line
 from retrain.files import read_json
-from retrain.records.foreign.table import Request
+from retrain.records.foreign.table import ReadRequest
 from retrain.records.schema.base import Row
 from retrain.util.jsonl import LONGEST_LINE, parse_row
 
@@ -72,7 +72,9 @@ def number(value: object, where: str) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def numbers(values: Iterable[tuple[str, object]], request: Request, where: str) -> Iterator[tuple[str, float | None]]:
+def numbers(
+    values: Iterable[tuple[str, object]], request: ReadRequest, where: str
+) -> Iterator[tuple[str, float | None]]:
     """Yield the numbers of the requested metrics among (name, value). Texts, lists and objects are left out, unless
     the request names them."""
     for name, value in values:

@@ -11,7 +11,7 @@ from pathlib import Path
 from retrain.errors import UsageError
 from retrain.records.foreign import condition_and_seed
 from retrain.records.foreign.json_files import first_bytes, json_document, json_rows, numbers
-from retrain.records.foreign.table import Format, MetricFacts, Request, ResultRow
+from retrain.records.foreign.table import Format, MetricFacts, ReadRequest, ResultRow
 from retrain.records.schema.base import Row
 
 SAMPLES = re.compile(r"samples_(?P<task>.+)_(?P<time>\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.jsonl")
@@ -24,7 +24,7 @@ def _recognises(path: Path) -> bool:
     return path.suffix in (".json", ".jsonl") and start.match(first_bytes(path)) is not None
 
 
-def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
+def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     results = _results(path)
     model, date = results.get("model_name"), results.get("date")
     condition, seed = condition_and_seed(str(model)) if model else (None, None)
@@ -33,7 +33,7 @@ def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
         yield row._replace(condition=condition, seed=seed, state="done", time=time)
 
 
-def _numbers(path: Path, results: Row, request: Request) -> Iterator[ResultRow]:
+def _numbers(path: Path, results: Row, request: ReadRequest) -> Iterator[ResultRow]:
     tasks = results.get("results")
     if not isinstance(tasks, dict):
         raise UsageError(f'{path} has no object "results": name a file that lm-eval wrote')
@@ -43,7 +43,7 @@ def _numbers(path: Path, results: Row, request: Request) -> Iterator[ResultRow]:
             yield ResultRow(metric, value, set=task)
 
 
-def _answers(path: Path, request: Request) -> Iterator[ResultRow]:
+def _answers(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     """Yield the metrics of every document that have one number for each answer."""
     match = SAMPLES.fullmatch(path.name)
     task = match["task"] if match else path.stem

@@ -19,7 +19,7 @@ from retrain.records.foreign.json_files import (
     numbers,
     problem_key,
 )
-from retrain.records.foreign.table import Format, MetricFacts, Request, ResultRow
+from retrain.records.foreign.table import Format, MetricFacts, ReadRequest, ResultRow
 from retrain.records.schema.base import Row
 
 FAILURES, PLANNED, AGGREGATED = "_failures.jsonl", "_materialized_inputs.jsonl", "_aggregate_metrics.json"
@@ -45,7 +45,7 @@ def _choose(files: Sequence[Path]) -> Sequence[Path]:
     return outputs + [path for path in files if path.name.endswith(AGGREGATED) and path not in read]
 
 
-def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
+def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     aggregated = path if path.name.endswith(AGGREGATED) else _beside(path, AGGREGATED)
     if path != aggregated and request.needs("reward"):
         yield from _answers(path)
@@ -53,7 +53,7 @@ def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
         yield from _numbers(aggregated, request)
 
 
-def _numbers(path: Path, request: Request) -> Iterator[ResultRow]:
+def _numbers(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     """Yield the numbers of every agent; ``mean/reward`` is the mean of the answers' ``reward``."""
     try:
         agents = [(entry["agent_ref"]["name"], entry["agent_metrics"]) for entry in json_document(path)]

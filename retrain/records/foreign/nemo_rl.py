@@ -22,7 +22,7 @@ from retrain.records.foreign.json_files import (
     numbers,
     problem_key,
 )
-from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, Request, ResultRow
+from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, ReadRequest, ResultRow
 from retrain.records.reader import read_object
 
 VALIDATION = re.compile(r"val_data_step(\d{1,12})\.jsonl")
@@ -45,7 +45,7 @@ def _recognises(path: Path) -> bool:
     return path.name == INFO and bool(CHECKPOINT.fullmatch(path.parent.name)) and b'"total_' in first_bytes(path)
 
 
-def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
+def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     if path.name == INFO:
         yield from _checkpoint(path, request)
     elif request.needs("reward"):
@@ -88,7 +88,7 @@ def _standalone(path: Path) -> Iterator[ResultRow]:
         yield ResultRow("reward", value, None, Path(source).name, problem_key(prompt), sample=None, line=line)
 
 
-def _checkpoint(path: Path, request: Request) -> Iterator[ResultRow]:
+def _checkpoint(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     """Yield ``val_reward``, which is the accuracy, and the metric that chooses checkpoints (``val:<metric>``)."""
     match, info = CHECKPOINT.fullmatch(path.parent.name), json_document(path)
     values = {key.removeprefix("val:"): value for key, value in info.items() if key.startswith("val:")}

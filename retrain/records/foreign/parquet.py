@@ -12,8 +12,8 @@ import numpy as np
 
 from retrain.errors import UsageError, first_line
 from retrain.extras import missing
-from retrain.records.foreign.cells import Batch, Layout, as_integer, layout_of
-from retrain.records.foreign.table import Request
+from retrain.records.foreign.cells import Batch, TableLayout, as_integer, layout_of
+from retrain.records.foreign.table import ReadRequest
 
 if TYPE_CHECKING:
     import pyarrow
@@ -23,7 +23,7 @@ BATCH = 1 << 18  # Rows that are in memory at a time
 GROUP = ("condition", "run", "seed", "set", "metric")  # Fields that tell apart what has a first and a last step
 
 
-def parquet_batches(path: Path, request: Request) -> Iterator[Batch]:
+def parquet_batches(path: Path, request: ReadRequest) -> Iterator[Batch]:
     """Yield the columns that ``request`` needs, and the numbers of their records (1-based). Raises UsageError if the
     file is damaged, MissingExtra without pyarrow."""
     try:
@@ -51,7 +51,7 @@ def parquet_batches(path: Path, request: Request) -> Iterator[Batch]:
         raise UsageError(f"{path} cannot be read as Parquet: {first_line(error)}") from None
 
 
-def _needed_steps(file: "ParquetFile", layout: Layout, request: Request) -> set[int | None] | None:
+def _needed_steps(file: "ParquetFile", layout: TableLayout, request: ReadRequest) -> set[int | None] | None:
     """Return the steps that any run needs, with None for rows that name no step; None if all rows are read. Tables
     without problems are small, and may have steps without a value."""
     import pyarrow

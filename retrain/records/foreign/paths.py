@@ -15,7 +15,7 @@ from retrain.config.comparing import Results
 from retrain.errors import NotReadable, PluginError, UsageError, listed
 from retrain.plugins import described, load_function
 from retrain.records.foreign import condition_and_seed
-from retrain.records.foreign.table import FORMATS, Format, Request, ResultRow, format_of
+from retrain.records.foreign.table import FORMATS, Format, ReadRequest, ResultRow, format_of
 
 # Regular expressions of the placeholders in a pattern
 PLACEHOLDERS = {"condition": "[^/]+", "run": "[^/]+", "set": "[^/]+", "seed": r"\d{1,9}", "step": r"\d{1,12}"}
@@ -99,10 +99,10 @@ def recognise(path: Path) -> Format:
     raise UsageError(f"{path} is in no known format. {HINT}")
 
 
-def _rows_of_plugin(name: str, base: Path) -> Callable[[Path, Request], Iterator[ResultRow]]:
+def _rows_of_plugin(name: str, base: Path) -> Callable[[Path, ReadRequest], Iterator[ResultRow]]:
     function = load_function(name, base, "format")
 
-    def rows(path: Path, request: Request) -> Iterator[ResultRow]:
+    def rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
         try:
             for number, row in enumerate(function(path), start=1):
                 if not isinstance(row, ResultRow):

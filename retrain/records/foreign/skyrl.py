@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from retrain.records.foreign.json_files import first_row, json_rows, number, problem_key
-from retrain.records.foreign.table import Format, MetricFacts, Request, ResultRow
+from retrain.records.foreign.table import Format, MetricFacts, ReadRequest, ResultRow
 from retrain.records.schema.base import Values
 
 DIRECTORY = re.compile(r"global_step_(\d{1,12})_evals")
@@ -34,7 +34,7 @@ def _recognises(path: Path) -> bool:
     return path.suffix == ".jsonl" and row.keys() >= {"input_prompt", "output_response", "score"}
 
 
-def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
+def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     match = DIRECTORY.fullmatch(path.parent.name)
     step = int(match[1]) if match else None
     for line, row in json_rows(path):

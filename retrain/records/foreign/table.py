@@ -61,7 +61,7 @@ class ResultRow(NamedTuple):
 
 
 class MetricFacts(NamedTuple):
-    """What a file or its tool says about a metric; None where it does not say."""
+    """Direction and unit of a metric as the file or its tool states them; None where it does not."""
 
     higher_is_better: bool | None = None
     # "share": values lie in [0, 1]
@@ -69,8 +69,8 @@ class MetricFacts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
-    """What of a file is needed. Readers may yield more; what they leave out saves time."""
+class ReadRequest:
+    """Metric and steps to read. Readers may yield other rows too."""
 
     # Name of the metric, as METRIC or SET/METRIC; None: all metrics
     metric: str | None = None
@@ -105,7 +105,7 @@ class Format:
     patterns: Sequence[str]
     # Return whether a file is in this format, by its name and its first bytes
     recognises: Callable[[Path], bool]
-    rows: Callable[[Path, Request], Iterator[ResultRow]]
+    rows: Callable[[Path, ReadRequest], Iterator[ResultRow]]
     # Choose among the files of one run those to read (a tool may write one state several times)
     choose: Callable[[Sequence[Path]], Sequence[Path]] = lambda files: files
     # Facts about metrics, by name; a name that ends in * holds for all that begin alike

@@ -1,7 +1,7 @@
 """Tables of results: CSV, TSV, JSON Lines and Parquet.
 
-Long tables have a row for each number, with columns named as the fields of ``ResultRow``; ``Request.columns`` maps
-other names. In wide tables ``Request.metric`` names the column that holds the value.
+Long tables have a row for each number, with columns named as the fields of ``ResultRow``; ``ReadRequest.columns`` maps
+other names. In wide tables ``ReadRequest.metric`` names the column that holds the value.
 """
 
 import csv
@@ -12,10 +12,10 @@ from itertools import chain, compress, islice, repeat
 from pathlib import Path
 
 from retrain.errors import NotReadable, UsageError
-from retrain.records.foreign.cells import CONVERSIONS, FIELDS, Batch, Converted, Layout, as_text, layout_of
+from retrain.records.foreign.cells import CONVERSIONS, FIELDS, Batch, CellConverter, TableLayout, as_text, layout_of
 from retrain.records.foreign.json_files import json_rows
 from retrain.records.foreign.parquet import parquet_batches
-from retrain.records.foreign.table import CORRECT, Format, MetricFacts, Request, ResultRow
+from retrain.records.foreign.table import CORRECT, Format, MetricFacts, ReadRequest, ResultRow
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 BATCH = 1 << 14  # Rows that are converted at a time
@@ -84,14 +84,14 @@ def jsonl_batches(path: Path) -> Iterator[Batch]:
         yield lines, {name: [row.get(name) for row in rows] for name in names}
 
 
-def _batches(path: Path, request: Request) -> Iterator[Batch]:
+def _batches(path: Path, request: ReadRequest) -> Iterator[Batch]:
     if path.suffix.lower() == ".parquet":
         return parquet_batches(path, request)
     return csv_batches(path) if path.suffix.lower() in (".csv", ".tsv") else jsonl_batches(path)
 
 
-def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
-    conversions = {field: Converted(convert) for field, convert in CONVERSIONS.items()}
+def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
+    conversions = {field: CellConverter(convert) for field, convert in CONVERSIONS.items()}
     gaps, measured = dict[Sequence[object], ResultRow](), set[Sequence[object]]()
     for lines, cells in _batches(path, request):
         if cells and not lines:
@@ -118,7 +118,7 @@ def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
     yield from (row for run, row in gaps.items() if run not in measured)
 
 
-def _mask(cells: Mapping[str, Sequence[object]], layout: Layout, request: Request) -> list[bool]:
+def _mask(cells: Mapping[str, Sequence[object]], layout: TableLayout, request: ReadRequest) -> list[bool]:
     """Return which rows are requested."""
     if (column := layout.columns.get("metric")) is not None:
         mask = [request.needs(str(raw)) for raw in cells[column]]

@@ -16,13 +16,13 @@ import numpy as np
 from retrain.errors import UsageError
 from retrain.extras import is_installed, missing
 from retrain.records.foreign.json_files import numbers
-from retrain.records.foreign.table import Format, Request, ResultRow
+from retrain.records.foreign.table import Format, ReadRequest, ResultRow
 
 FILES = "events.out.tfevents.*"
 HEADER, CHECKSUM = struct.Struct("<QI"), struct.Struct("<I")
 
 
-def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
+def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     """Yield one row per scalar. Raises UsageError for two values of one step in the same file: a Trainer with several
     evaluation sets writes ``eval/reward`` of each, and the last must not replace them."""
     if not is_installed("tensorboard"):
@@ -65,7 +65,7 @@ def _records(file: BinaryIO, path: Path, crc: Callable[[bytes], int]) -> Iterato
         yield number, content, CHECKSUM.unpack(ending)[0]
 
 
-def _scalars(event: Any, request: Request) -> Iterator[tuple[str, float]]:
+def _scalars(event: Any, request: ReadRequest) -> Iterator[tuple[str, float]]:
     """Yield (tag, value). The value of a float32 is the shortest decimal that rounds to it: 0.3, not 0.30000001."""
     from tensorboard.util.tensor_util import make_ndarray
 

@@ -26,7 +26,7 @@ from retrain.records.foreign import (
     integer,
     is_recent,
 )
-from retrain.records.foreign.table import HELDOUT_SET, Format, Request, ResultRow
+from retrain.records.foreign.table import HELDOUT_SET, Format, ReadRequest, ResultRow
 from retrain.records.foreign.trl import evaluations, rows_by_step
 from retrain.records.schema import layout
 from retrain.records.schema.base import Row
@@ -158,7 +158,7 @@ def _is_database(path: Path) -> bool:
         return path.suffix == ".db" and file.read(len(HEADER)) == HEADER
 
 
-def _result_rows(path: Path, request: Request) -> Iterator[ResultRow]:
+def _result_rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     """Yield one row per run, step, set and metric; a resumed run continues in the same table."""
     try:
         with _opened(path.absolute()) as database:

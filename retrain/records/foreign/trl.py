@@ -12,7 +12,7 @@ from pathlib import Path
 from retrain.errors import UsageError
 from retrain.records.foreign import NO_VERDICT, DirectoryReader, FindFile, ForeignRun, integer
 from retrain.records.foreign.json_files import json_document, numbers
-from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, Request, ResultRow
+from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, ReadRequest, ResultRow
 from retrain.records.reader import read_object
 from retrain.records.schema import layout
 from retrain.records.schema.base import Row, Values
@@ -105,7 +105,7 @@ def steps_and_lines(history: object) -> Iterator[tuple[int, int, Row]]:
 
 
 def evaluations(
-    lines: Iterable[tuple[int, int, Values]], request: Request, path: Path, prefix: str = "eval_"
+    lines: Iterable[tuple[int, int, Values]], request: ReadRequest, path: Path, prefix: str = "eval_"
 ) -> Iterator[ResultRow]:
     """Yield one row per step, set and metric of (number, step, line). If a step was logged repeatedly, the last line
     counts."""
@@ -119,7 +119,7 @@ def evaluations(
     yield from rows.values()
 
 
-def _result_rows(path: Path, request: Request) -> Iterator[ResultRow]:
+def _result_rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     """Yield the numbers of the log; their line is the number of the entry in ``log_history``."""
     state = json_document(path)
     if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from retrain.errors import UsageError
 from retrain.records.foreign.json_files import first_bytes, json_rows, number
-from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, Request, ResultRow
+from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, ReadRequest, ResultRow
 from retrain.records.reader import read_object
 from retrain.records.schema.base import Row
 
@@ -37,7 +37,7 @@ def _choose(files: Sequence[Path]) -> Sequence[Path]:
     return chosen
 
 
-def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
+def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     step = _step_of(path)
     configs = (path.parent if step is None else path.parents[4]) / "configs"
     # Seeds of parts, such as that of the inference, are not the run's

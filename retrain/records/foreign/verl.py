@@ -12,7 +12,7 @@ from pathlib import Path
 
 from retrain.errors import UsageError
 from retrain.records.foreign.json_files import first_row, json_rows, numbers, problem_key
-from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, Request, ResultRow
+from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, ReadRequest, ResultRow
 from retrain.records.schema import layout
 
 ANSWER = frozenset({"input", "output", "score", "step"})  # Keys that a line of every answer has
@@ -27,11 +27,11 @@ def _recognises(path: Path) -> bool:
     return row.keys() >= ANSWER or (row.keys() == {"step", "data"} and isinstance(row["data"], dict))
 
 
-def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
+def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     return _answers(path, request) if first_row(path).keys() >= ANSWER else _logged(path, request)
 
 
-def _answers(path: Path, request: Request) -> Iterator[ResultRow]:
+def _answers(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     """Yield the values of the last output of every session, with the problem of its first output: later inputs may
     contain what the policy wrote. A metric that a line lacks was not graded."""
     sessions: dict[str, dict[int, ResultRow]] = {}
@@ -61,7 +61,7 @@ def _step(path: Path, line: int, step: object) -> int:
     return step
 
 
-def _logged(path: Path, request: Request) -> Iterator[ResultRow]:
+def _logged(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     for line, row in json_rows(path, is_growing=True):
         step, data = _step(path, line, row.get("step")), row.get("data")
         if not isinstance(data, dict):

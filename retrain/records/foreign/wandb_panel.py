@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from retrain.errors import UsageError
 from retrain.records.foreign import condition_and_seed
-from retrain.records.foreign.cells import Batch, Converted, as_integer, as_number
-from retrain.records.foreign.table import Format, Request, ResultRow
+from retrain.records.foreign.cells import Batch, CellConverter, as_integer, as_number
+from retrain.records.foreign.table import Format, ReadRequest, ResultRow
 from retrain.records.foreign.tabular import FORMAT as TABLE
 from retrain.records.foreign.tabular import csv_batches
 
@@ -44,7 +44,7 @@ def _is_panel(names: Sequence[str]) -> bool:
     return names[0] == "Step" or any(name.endswith(RANGE) for name in names)
 
 
-def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
+def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     for batch in csv_batches(path):
         names = list(batch[1])
         if not _is_panel(names):
@@ -53,7 +53,7 @@ def _rows(path: Path, request: Request) -> Iterator[ResultRow]:
         yield from _panel_rows(path, batch, request)
 
 
-def _panel_rows(path: Path, batch: Batch, request: Request) -> Iterator[ResultRow]:
+def _panel_rows(path: Path, batch: Batch, request: ReadRequest) -> Iterator[ResultRow]:
     axis, *names = batch[1]
     steps = _column(path, batch, axis, as_integer)
     for name in names:
@@ -69,7 +69,7 @@ def _panel_rows(path: Path, batch: Batch, request: Request) -> Iterator[ResultRo
             yield ResultRow(metric, value, step, condition=condition, run=run, seed=seed, line=line)
 
 
-def _run_and_metric(name: str, request: Request) -> tuple[str, str]:
+def _run_and_metric(name: str, request: ReadRequest) -> tuple[str, str]:
     """Split the name of a column. Names of runs and metrics may contain the separator: the requested metric decides,
     else the last separator."""
     if request.metric and name.endswith(SEPARATOR + request.metric):
@@ -78,7 +78,7 @@ def _run_and_metric(name: str, request: Request) -> tuple[str, str]:
     return run, metric
 
 
-def _run_rows(path: Path, names: Sequence[str], request: Request) -> Iterator[ResultRow]:
+def _run_rows(path: Path, names: Sequence[str], request: ReadRequest) -> Iterator[ResultRow]:
     """Yield the last value of the metric, whose column must be requested, of every run."""
     columns = {field: name for field, name in RUN_COLUMNS.items() if name in names}
     for row in TABLE.rows(path, replace(request, columns={**columns, **request.columns})):
@@ -87,7 +87,7 @@ def _run_rows(path: Path, names: Sequence[str], request: Request) -> Iterator[Re
 
 
 def _column(path: Path, batch: Batch, name: str, convert: Callable[[object], Value]) -> list[Value]:
-    return Converted(convert).column(path, name, batch[0], batch[1][name])
+    return CellConverter(convert).column(path, name, batch[0], batch[1][name])
 
 
 FORMAT = Format(tool="Weights & Biases", patterns=("*.csv",), recognises=_recognises, rows=_rows)

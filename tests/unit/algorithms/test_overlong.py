@@ -1,6 +1,6 @@
 from helpers.records import completion
 
-from retrain.rewards.overlong import METRIC, overlong_penalty, punish_overlong
+from retrain.rewards.base import OVERLONG_PENALTY, overlong_penalty, punish_overlong
 from retrain.types import Problem, Prompt, RewardResult, single_turn
 
 
@@ -21,5 +21,5 @@ def test_what_is_correct_stays_correct():
     rewards = [rollout.reward for rollout in group.rollouts]
     assert [reward.total_reward for reward in rewards] == [0.25, -1.0, 0.9, None]
     assert [reward.is_correct for reward in rewards] == [True, False, True, False]
-    assert rewards[0].sample_metrics == {"steps": 3.0, METRIC: -0.75}
+    assert rewards[0].sample_metrics == {"steps": 3.0, OVERLONG_PENALTY: -0.75}
     assert rewards[3].error == "no answer"

@@ -5,7 +5,7 @@ import pytest
 
 from retrain.algorithms.credit.sepa_pooling import SepaState
 from retrain.config.algorithm import Sepa
-from retrain.training.updates import LR_SCHEDULES, learning_rate
+from retrain.training.updates import learning_rate
 
 
 def test_learning_rate_points():
@@ -13,7 +13,7 @@ def test_learning_rate_points():
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 5 / 6, 4 / 6, 0.5, 2 / 6, 1 / 6, 0.0])
     assert [learning_rate("cosine", step, 10, 0, 2.0) for step in (0, 5, 10)] == pytest.approx([2.0, 1.0, 0.0])
     assert [learning_rate("constant", s, 3, 0, 0.1) for s in range(3)] == [0.1] * 3
-    for schedule in LR_SCHEDULES:  # also where the warm-up is longer than the run
+    for schedule in ("constant", "linear", "cosine"):  # also where the warm-up is longer than the run
         assert all(0.0 < learning_rate(schedule, step, 5, 9, 1e-4) <= 1e-4 for step in range(5))
 
 

@@ -8,15 +8,7 @@ from helpers.models import campaign_head
 
 from retrain.campaign.planning.plan import cut, plan, seeds_before_interim
 from retrain.campaign.running.jobs import InProcessRunner, Scheduler
-from retrain.campaign.running.protocol import (
-    EvaluationDone,
-    JobEnded,
-    Message,
-    SealChanged,
-    Tick,
-    event_from_json,
-    event_to_json,
-)
+from retrain.campaign.running.protocol import JobEnded, Message, Tick
 from retrain.config import load
 from retrain.errors import UsageError
 from retrain.records.observer import NullObserver
@@ -182,11 +174,3 @@ def test_cohorts_are_cut_to_fill_the_slots(tmp_path, conditions, seeds, slots, k
     assert [len(group) for group in groups] == sizes
     if len(groups[0]) < conditions and not keys:
         assert all(len({spec.seed for spec in group}) == 1 for group in groups)
-
-
-def test_events_of_workers_that_an_earlier_version_started_are_read():
-    evaluated = EvaluationDone("run", "math", {"eval/math/accuracy": 0.5})
-    sealed = SealChanged("run", {"rows": 1})
-    for event, earlier_name in ((evaluated, "Evaluated"), (sealed, "Sealed")):
-        assert event_from_json(event_to_json(event)) == event
-        assert event_from_json(event_to_json(event) | {"kind": earlier_name}) == event

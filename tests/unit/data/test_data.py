@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from helpers.campaigns import BASE, completions_of, rows_of, run_cli, runs_of, toy_file, train
 
+from retrain.config.evaluation import HeldOut
 from retrain.config.tasks import Data, RewardSection
+from retrain.config.training import Sampling
 from retrain.data import Dataset, content_hash, load_data
 from retrain.data.prompts import conversation, render
 from retrain.data.sources import HUB
@@ -39,7 +41,12 @@ def sums(count: int, start: int = 0, word: str = "") -> list[dict[str, Any]]:
 
 
 def load(source: Path | str, heldout: int = 0, max_examples: int | None = None, seed: int = 0, **keys: Any) -> Dataset:
-    return load_data(Data(source=str(source), **keys), heldout, max_examples, seed)
+    data = Data(source=str(source), **keys)
+    return load_data(data, [held_out(heldout, data)], max_examples, seed)
+
+
+def held_out(problems: int, data: Data) -> HeldOut:
+    return HeldOut("heldout", problems, 1, Sampling(1, 0.0), data)
 
 
 def prompts(problems) -> list[str]:
@@ -243,7 +250,8 @@ def plugin(tmp_path, monkeypatch, import_path):
     monkeypatch.delitem(sys.modules, "my_problems", raising=False)
 
     def loaded(function: str, **keys: Any) -> Dataset:
-        return load_data(Data(source=function, **keys), 10, base_dir=tmp_path)
+        data = Data(source=function, **keys)
+        return load_data(data, [held_out(10, data)], base_dir=tmp_path)
 
     return loaded
 

@@ -18,9 +18,8 @@ pytest.importorskip("openenv", reason="pip install '.[openenv]'")
 
 from retrain.config import parse_dict
 from retrain.environments.build import close_hosted, environments_of, provided_data
-from retrain.environments.providers.openenv import OpenEnv
+from retrain.environments.providers.openenv import OpenEnv, OpenEnvServer
 from retrain.environments.providers.openenv_forms import Actions, messages_of
-from retrain.environments.providers.openenv_server import OpenEnvServer
 
 # The servers' own packages warn of each other; nothing of ours may.
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:(?!retrain)")
@@ -39,7 +38,7 @@ def begun(environment, index=0):
 
 @pytest.fixture(scope="module")
 def server():
-    server = OpenEnvServer(TOY, 90, "toy")
+    server = OpenEnvServer(TOY, 90)
     yield server
     server.close()
 
@@ -192,18 +191,18 @@ def test_a_slow_answer_and_full_servers(own):
 def test_a_command_that_fails_or_never_listens():
     broken = [sys.executable, "-c", "raise SystemExit('no such game')"]
     with pytest.raises(PluginError, match="ended with status 1: no such game"):
-        OpenEnvServer(broken, 30, "toy")
+        OpenEnvServer(broken, 30)
     with pytest.raises(PluginError, match=r"/health .* did not answer within 1 s"):
-        OpenEnvServer([sys.executable, "-c", "import time; time.sleep(60)"], 1, "toy")
+        OpenEnvServer([sys.executable, "-c", "import time; time.sleep(60)"], 1)
     with pytest.raises(PluginError, match="there is no program 'no_such_program'"):
-        OpenEnvServer(["no_such_program"], 1, "toy")
+        OpenEnvServer(["no_such_program"], 1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for a parent's death is Linux's")
 def test_a_server_ends_with_whoever_started_it():
     code = (
-        "import os, sys; from retrain.environments.providers.openenv_server import OpenEnvServer; "
-        "server = OpenEnvServer(sys.argv[1:], 90, 'toy'); "
+        "import os, sys; from retrain.environments.providers.openenv import OpenEnvServer; "
+        "server = OpenEnvServer(sys.argv[1:], 90); "
         "print(server.process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

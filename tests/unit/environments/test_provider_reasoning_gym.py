@@ -13,8 +13,7 @@ pytest.importorskip("reasoning_gym", reason="pip install '.[gym]'")
 
 from retrain.config.tasks import EnvironmentSection
 from retrain.environments.hosted import HostedEnvironment
-from retrain.environments.providers.reasoning_gym import ReasoningGym, check, data_sets
-from retrain.environments.providers.reasoning_gym_tasks import Task, check_tasks, entry_of
+from retrain.environments.providers.reasoning_gym import ReasoningGym, Task, check_tasks, data_sets, entry_of
 
 
 def sums(**arguments):
@@ -85,13 +84,13 @@ def test_broken_tasks_are_refused_by_name():
         DataError, match=r"game_of_life_halting \('zzz' scores 1\).*prime_factorization \(scoring 'zzz' r"
     ):
         sums(id=["chain_sum", "game_of_life_halting", "prime_factorization"], size=9, heldout=1).problems("train")
-    sound, broken = check(["chain_sum", "boxnet"])
+    sound, broken = check_tasks([Task(name, 0, 100, {}) for name in ("chain_sum", "boxnet")], 60)
     assert sound.reason == ""
     assert broken.reason == "it has no reference answer to check its scorer with"
     assert 0 < broken.seconds < 60
     assert len(data_sets()) >= 100
     with pytest.raises(UsageError, match="did you mean 'chain_sum'"):
-        check(["chain_sums"])
+        sums(id="chain_sums")
     tiny = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     with pytest.raises(DataError, match="too few different questions for heldout = 1000"):
         sums(size=5, heldout=1000, **tiny).problems("train")

@@ -146,16 +146,16 @@ def test_rows_of_an_8b_cohort_on_80_gib_are_those_counted_by_hand(host_memory, t
 @pytest.fixture
 def machine(monkeypatch, host_memory):
     """Set memory size and micro-batch budget; record the rows decoded at once and the micro-batches of updates."""
-    begin, compute = SlotBatch.__init__, accumulating.GradientAccumulator.compute
+    begin, compute = SlotBatch.__init__, accumulating.GradientAccumulator._add_gradients
     shapes: list[tuple[str, int]] = []
 
     def batch(self, *args):
         shapes.append(("rows", args[4]))
         begin(self, *args)
 
-    def computed(self, specs, *rest, **options):
+    def computed(self, specs):
         shapes.append(("micro-batches", len(specs)))
-        return compute(self, specs, *rest, **options)
+        return compute(self, specs)
 
     def become(total: int, tokens: int) -> list[tuple[str, int]]:
         host_memory.total = total
@@ -165,7 +165,7 @@ def machine(monkeypatch, host_memory):
         return shapes
 
     monkeypatch.setattr(SlotBatch, "__init__", batch)
-    monkeypatch.setattr(accumulating.GradientAccumulator, "compute", computed)
+    monkeypatch.setattr(accumulating.GradientAccumulator, "_add_gradients", computed)
     return become
 
 

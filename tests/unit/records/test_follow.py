@@ -12,8 +12,8 @@ from typing import Any
 
 from helpers.records import context, evaluation, group, step
 
-from retrain.cli.follow import Follower, JsonLines
 from retrain.cli.run_status import read_status
+from retrain.cli.status import Follower, JsonLines
 from retrain.files import write_json
 from retrain.records.recorder import RunRecorder
 from retrain.util.jsonl import Tail

@@ -11,8 +11,7 @@ from helpers.servers import CAPITAL, JudgeServer, chat, judging, says
 from retrain.config import tasks
 from retrain.errors import UsageError
 from retrain.rewards import RewardResult, build_grader
-from retrain.rewards.endpoint import FAILURES_IN_A_ROW, JudgeEndpoint
-from retrain.rewards.judge import JudgeReward, parse_score, question
+from retrain.rewards.judge import FAILURES_IN_A_ROW, JudgeEndpoint, JudgeReward, parse_score, question
 from retrain.types import Problem
 
 KEY = "sk-secret-0123456789"

@@ -436,7 +436,7 @@ def test_a_compressed_file_is_read_like_the_package(tmp_path):
 
     rows = [{"prompt": "?", "tests": "assert f() == 1"}, {"prompt": "!", "tests": "assert f() == 2"}]
     (tmp_path / "tasks.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
-    data = load_data(tasks.Data(source="tasks.jsonl.gz"), 0, base_dir=tmp_path)
+    data = load_data(tasks.Data(source="tasks.jsonl.gz"), base_dir=tmp_path)
     assert [problem.metadata["tests"] for problem in data.train] == ["assert f() == 1", "assert f() == 2"]
 
 

@@ -17,7 +17,7 @@ from helpers.campaigns import eventually
 from retrain.environments.tools import ToolError
 from retrain.environments.tools.python import ANEW, Python
 from retrain.errors import MissingExtra, UsageError
-from retrain.sandbox import sandbox, syscalls
+from retrain.sandbox import sandbox
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_sandbox = pytest.mark.skipif(sandbox.available() is not None, reason=str(sandbox.available()))
@@ -148,8 +148,8 @@ print(open("/proc/net/dev").read().count(":"))
 
 def system_calls():
     """Code that makes each refused call, and prints those that answer anything but EPERM."""
-    column = list(syscalls.MACHINES).index(os.uname().machine)
-    calls = {name: numbers[column] for name, numbers in syscalls.REFUSED.items()}
+    column = list(sandbox.MACHINES).index(os.uname().machine)
+    calls = {name: numbers[column] for name, numbers in sandbox.REFUSED.items()}
     return f"""
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -157,7 +157,7 @@ def errno(*arguments):
     ctypes.set_errno(0)
     return ctypes.get_errno() if libc.syscall(*arguments) == -1 else 0
 print({{name: got for name, number in {calls!r}.items() if (got := errno(number, 0, 0, 0, 0, 0)) != 1}})
-print(errno({syscalls.CLONE[column]}, 0x10000000 | 17, 0, 0, 0, 0), errno({syscalls.CLONE3[column]}, 0, 0))
+print(errno({sandbox.CLONE[column]}, 0x10000000 | 17, 0, 0, 0, 0), errno({sandbox.CLONE3[column]}, 0, 0))
 """
 
 
@@ -242,7 +242,7 @@ def test_the_numbers_of_the_system_calls_are_the_kernels():
     general = Path("/usr/include/asm-generic/unistd.h")
     if not (header.is_file() and general.is_file()):
         pytest.skip("the kernel's headers are not here")
-    calls = {**syscalls.REFUSED, "clone": syscalls.CLONE, "clone3": syscalls.CLONE3, "socket": syscalls.SOCKET}
+    calls = {**sandbox.REFUSED, "clone": sandbox.CLONE, "clone3": sandbox.CLONE3, "socket": sandbox.SOCKET}
     for column, file in enumerate((header, general)):
         known = dict(re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)$", file.read_text(), re.MULTILINE))
         assert {name: numbers[column] for name, numbers in calls.items()} == {name: int(known[name]) for name in calls}

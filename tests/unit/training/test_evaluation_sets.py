@@ -5,7 +5,7 @@ import pytest
 from helpers.campaigns import Heard, campaign, continue_training, run_cli, timeless, toy_world, train
 
 from retrain.config import load
-from retrain.data.dataset import HeldOutRequest, load_data
+from retrain.data.dataset import load_data
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.verdicts.pooling import compare_directories
@@ -29,7 +29,7 @@ def sets_file(folder: Path, model: Path, name: str, sets: str = SETS, **keys) ->
     """A toy campaign with held-out sets; the file of the second has one problem that is trained on."""
     path = campaign(folder, model, name, condition='reward = {custom_function = "opposite"}', **keys)
     config = load(path).config
-    twice = load_data(config.data, 5, config.training.max_examples).train[3].prompt
+    twice = load_data(config.data, max_examples=config.training.max_examples).train[3].prompt
     rows = [{"prompt": p, "answer": "1", "kind": "seen" if p == twice else "new"} for p in (twice, "a?", "b?", "c?")]
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path.write_text(path.read_text().replace("[reward]", sets.format(file=folder / "own.jsonl") + "[reward]"))
@@ -146,8 +146,7 @@ def test_sets_are_parts_of_one_file_or_files_of_their_own(tmp_path):
         'answer_column = "a"\nprompt_template = "Say {prompt}"\n'
     )
     config = load(tmp_path / "f.toml").config
-    requests = [HeldOutRequest(s.name, s.problems, s.data) for s in config.held_out]
-    data = load_data(config.data, requests, base_dir=tmp_path)
+    data = load_data(config.data, config.held_out, base_dir=tmp_path)
     assert data.sets["less"] == data.sets["part"][:3]
     assert [problem.prompt for problem in data.sets["t"]] in (["q1", "other"], ["other", "q1"])
     held_out = {problem.prompt for problem in data.heldout}
@@ -155,7 +154,7 @@ def test_sets_are_parts_of_one_file_or_files_of_their_own(tmp_path):
     assert len(data.train) + len(held_out - {"other"}) == 60
     assert config.held_out[2].data.prompt_template == "Say {prompt}"
     assert config.held_out[0].data == config.data
-    assert load_data(config.data, 128, base_dir=tmp_path).heldout == data.sets["part"]
+    assert load_data(config.data, config.held_out[:1], base_dir=tmp_path).heldout == data.sets["part"]
 
 
 HEAD = '[campaign]\nmax_steps = 60\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'

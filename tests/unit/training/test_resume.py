@@ -268,8 +268,10 @@ def test_lanes_and_cohorts_are_taken_from_the_record(home, tmp_path, monkeypatch
 
 def steps_of(run: Path, *steps: int) -> Path:
     """A run directory with (empty but whole) checkpoints of these steps, and the rows that belong to the last."""
-    owner, files = claim(run), {"state.json": "{}", "optimizer.safetensors": "tensors"}
+    owner, names = claim(run), ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl")
     for step in steps:
+        state = json.dumps({"recorder": {"rows": dict.fromkeys(names, step)}})
+        files = {"state.json": state, "optimizer.safetensors": "tensors"}
         folder = run / "checkpoints" / f"step_{step:06d}"
         folder.mkdir(parents=True)
         for name, text in files.items():
@@ -279,7 +281,7 @@ def steps_of(run: Path, *steps: int) -> Path:
         place = f"checkpoints/{folder.name}"
         write_json(folder / MARK, {"owner": owner.id, "place": place, "files": [*files, "manifest.json"]})
     (run / "emergence").mkdir(parents=True, exist_ok=True)
-    for name in ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl"):
+    for name in names:
         (run / name).write_text("".join(f'{{"step": {i}}}\n' for i in range(max(steps, default=0))))
     return run
 
@@ -298,16 +300,15 @@ def test_a_cohort_begins_again_where_all_of_it_can(tmp_path):
 
 
 def test_a_checkpoint_continues_where_the_record_has_all_its_rows(tmp_path):
-    """An earlier version wrote no numbers of rows: the step gives them."""
     run = steps_of(tmp_path / "a", 2, 4)
     (run / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')
-    assert missing_rows(run, 4) == ["metrics.jsonl has no rows after step 2"]
+    assert missing_rows(run, 4) == ["metrics.jsonl has 3 of its 4 rows"]
     reports: list[str] = []
     assert common_step([(run, 10)], [reports]).step == 2
-    assert reports == ["went back to step 2, the newest with all rows: metrics.jsonl has no rows after step 2"]
+    assert reports == ["went back to step 2, the newest with all rows: metrics.jsonl has 3 of its 4 rows"]
     (run / "metrics.jsonl").write_text("")
     point = common_step([(run, 10)], [[]])
-    assert (point.step, point.missing_rows) == (4, [["metrics.jsonl has no rows"]])
+    assert (point.step, point.missing_rows) == (4, [["metrics.jsonl has 0 of its 4 rows"]])
     start = steps_of(tmp_path / "b", 0)  # a cohort that starts anew empties its records and may be killed then
     write_json(start / "checkpoints/step_000000/state.json", {"recorder": {"rows": {"evals.jsonl": 1}}})
     assert missing_rows(start, 0) == ["evals.jsonl has 0 of its 1 rows"]

@@ -12,8 +12,3 @@ def test_a_state_is_written_as_it_was_read_with_its_keys_in_order():
     state = RunState.from_dict(STATE)
     assert state.health == HealthCounters(ungraded_steps=1, skipped_updates=2, mismatched_steps=3)
     assert list(state.to_dict().items()) == list(STATE.items())
-
-
-def test_a_state_of_an_earlier_version_has_no_mismatches_and_no_earlier_weights():
-    state = RunState.from_dict({key: STATE[key] for key in STATE if key not in ("mismatched_steps", "earlier")})
-    assert (state.health.mismatched_steps, state.earlier) == (0, [])

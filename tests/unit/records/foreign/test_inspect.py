@@ -11,7 +11,7 @@ import pytest
 
 from retrain.errors import MissingExtra, UsageError
 from retrain.records.foreign.inspect_log import FORMAT
-from retrain.records.foreign.table import Request
+from retrain.records.foreign.table import ReadRequest
 
 if sys.version_info >= (3, 14):
     import zipfile
@@ -33,12 +33,12 @@ def changed(tmp_path: Path, change) -> Path:
 
 
 def answers(path: Path, metric: str) -> list[float | None]:
-    return [row.value for row in FORMAT.rows(path, Request(metric)) if row.problem is not None]
+    return [row.value for row in FORMAT.rows(path, ReadRequest(metric)) if row.problem is not None]
 
 
 @both
 def test_answers_and_numbers_of_the_run_have_one_name(path):
-    rows = list(FORMAT.rows(path, Request()))
+    rows = list(FORMAT.rows(path, ReadRequest()))
 
     assert {row.metric for row in rows} == {"match/accuracy", "length/mean", "digits/mean"}
     for metric in ("match/accuracy", "length/mean", "digits/mean"):
@@ -51,14 +51,16 @@ def test_answers_and_numbers_of_the_run_have_one_name(path):
 
 @both
 def test_epochs_are_answers_to_one_problem_and_no_seeds(path):
-    rows = [row for row in FORMAT.rows(path, Request("match/accuracy")) if row.problem is not None]
+    rows = [row for row in FORMAT.rows(path, ReadRequest("match/accuracy")) if row.problem is not None]
     assert sorted(row.sample for row in rows) == [0, 0, 0, 1, 1, 1]
     assert len({row.problem for row in rows}) == 3
     assert {row.seed for row in rows} == {3}
 
 
 def test_problems_are_the_same_in_both_kinds_of_log():
-    of_archive, of_document = ({row.problem for row in FORMAT.rows(path, Request("match/accuracy"))} for path in LOGS)
+    of_archive, of_document = (
+        {row.problem for row in FORMAT.rows(path, ReadRequest("match/accuracy"))} for path in LOGS
+    )
     assert of_archive == of_document
 
 
@@ -68,7 +70,7 @@ def test_ids_of_messages_do_not_belong_to_the_problem(tmp_path):
     def problems(identity, text="2+3=?"):
         message = {"id": identity, "role": "user", "content": text}
         path = changed(tmp_path, lambda content: [sample.update(input=[message]) for sample in content["samples"]])
-        return {row.problem for row in FORMAT.rows(path, Request("match/accuracy"))}
+        return {row.problem for row in FORMAT.rows(path, ReadRequest("match/accuracy"))}
 
     assert problems("x") == problems("y") != problems("x", "4+4=?")
 
@@ -91,13 +93,13 @@ def test_grades(tmp_path, value, grade):
 def test_failed_evaluation_has_its_answers_and_its_state():
     path = DATA / "failed.json"
     assert answers(path, "match/accuracy") == [1, None, None]
-    assert {row.state for row in FORMAT.rows(path, Request())} == {"failed"}
+    assert {row.state for row in FORMAT.rows(path, ReadRequest())} == {"failed"}
 
 
 @pytest.mark.parametrize("status", ["started", "cancelled"])
 def test_interrupted_evaluation_is_unfinished(tmp_path, status):
     path = changed(tmp_path, lambda content: content.update(status=status, results=None))
-    assert {row.state for row in FORMAT.rows(path, Request())} == {"unfinished"}
+    assert {row.state for row in FORMAT.rows(path, ReadRequest())} == {"unfinished"}
     assert len(answers(path, "match/accuracy")) == 6
 
 
@@ -107,7 +109,7 @@ def test_archive_that_was_not_completed(tmp_path):
         for name in ("_journal/start.json", "_journal/summaries/1.json"):
             copy.writestr(name, source.read(name))
 
-    rows = list(FORMAT.rows(tmp_path / "cut.eval", Request("match/accuracy")))
+    rows = list(FORMAT.rows(tmp_path / "cut.eval", ReadRequest("match/accuracy")))
     assert [row.value for row in rows] == [1, 1]
     assert {(row.condition, row.state) for row in rows} == {("grpo", "unfinished")}
 
@@ -121,7 +123,7 @@ def test_retried_evaluation_is_read_once(tmp_path):
 def test_condition_is_the_model_unless_metadata_or_tags_name_it(tmp_path):
     def give(metadata, tags, model="mockllm/model"):
         path = changed(tmp_path, lambda content: content["eval"].update(metadata=metadata, tags=tags, model=model))
-        return {(row.condition, row.seed) for row in FORMAT.rows(path, Request())}
+        return {(row.condition, row.seed) for row in FORMAT.rows(path, ReadRequest())}
 
     assert give({}, []) == {("mockllm/model", None)}
     assert give({}, ["condition=rloo", "seed=2", "long"]) == {("rloo", 2)}
@@ -144,17 +146,17 @@ def test_damaged_archive_is_named(tmp_path, begin, end):
     data = (DATA / "sums.eval").read_bytes()
     (tmp_path / "log.eval").write_bytes(data[:begin] + bytes(8) + data[end:])
     with pytest.raises(UsageError, match=r"log\.eval is not a log of inspect, or it is damaged"):
-        list(FORMAT.rows(tmp_path / "log.eval", Request()))
+        list(FORMAT.rows(tmp_path / "log.eval", ReadRequest()))
 
 
 def test_log_without_a_task_is_named(tmp_path):
     path = changed(tmp_path, lambda content: content["eval"].pop("task"))
     with pytest.raises(UsageError, match=r"log\.json is not a log of inspect"):
-        list(FORMAT.rows(path, Request()))
+        list(FORMAT.rows(path, ReadRequest()))
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="zipfile of Python 3.14 reads Zstandard")
 def test_missing_package_is_named_with_its_install_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "backports.zstd", None)
     with pytest.raises(MissingExtra, match=r"backports-zstd: pip install '\.\[inspect\]'"):
-        list(FORMAT.rows(DATA / "sums.eval", Request()))
+        list(FORMAT.rows(DATA / "sums.eval", ReadRequest()))

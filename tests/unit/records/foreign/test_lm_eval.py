@@ -11,7 +11,7 @@ import pytest
 
 from retrain.errors import UsageError
 from retrain.records.foreign.lm_eval import FORMAT
-from retrain.records.foreign.table import MetricFacts, Request
+from retrain.records.foreign.table import MetricFacts, ReadRequest
 
 DATA = Path(__file__).parents[3] / "data" / "foreign" / "lm_eval"
 RESULTS, SAMPLES = (next(DATA.glob(pattern)) for pattern in ("results_*", "samples_*"))
@@ -33,7 +33,7 @@ def samples(tmp_path: Path, *, filter_name: str = "", **changes) -> Path:
 
 
 def test_numbers_of_the_run_have_filter_and_task():
-    rows = list(FORMAT.rows(RESULTS, Request()))
+    rows = list(FORMAT.rows(RESULTS, ReadRequest()))
 
     assert {row.metric: row.value for row in rows} == {"exact_match,strict": 1 / 3, "exact_match,flexible": 1.0}
     assert {(row.set, row.condition, row.state, row.step) for row in rows} == {("sums", "org/grpo", "done", None)}
@@ -41,35 +41,35 @@ def test_numbers_of_the_run_have_filter_and_task():
 
 
 def test_each_document_is_graded_once_for_a_filter():
-    rows = list(FORMAT.rows(SAMPLES, Request("exact_match,strict")))
+    rows = list(FORMAT.rows(SAMPLES, ReadRequest("exact_match,strict")))
 
     assert [(row.value, row.line) for row in rows] == [(0, 1), (1, 2), (0, 3)]
     assert len({row.problem for row in rows}) == 3
     assert {(row.metric, row.set, row.condition) for row in rows} == {("exact_match,strict", "sums", "org/grpo")}
-    flexible = list(FORMAT.rows(SAMPLES, Request("exact_match,flexible")))
+    flexible = list(FORMAT.rows(SAMPLES, ReadRequest("exact_match,flexible")))
     assert [row.problem for row in flexible] == [row.problem for row in rows]
 
 
 def test_the_seed_is_that_in_the_name_of_the_model_and_not_that_of_the_evaluation(tmp_path):
-    assert {row.seed for path in (RESULTS, SAMPLES) for row in FORMAT.rows(path, Request())} == {1}
+    assert {row.seed for path in (RESULTS, SAMPLES) for row in FORMAT.rows(path, ReadRequest())} == {1}
     path = tmp_path / RESULTS.name
     path.write_text(RESULTS.read_text().replace("org/grpo_s1", "org/opus4"))
-    assert {(row.condition, row.seed) for row in FORMAT.rows(path, Request())} == {("org/opus4", None)}
+    assert {(row.condition, row.seed) for row in FORMAT.rows(path, ReadRequest())} == {("org/opus4", None)}
 
 
 def test_texts_are_no_numbers(tmp_path):
     run = changed(tmp_path, results={"sums": {"acc,none": "N/A", "acc_norm,none": 0.5, "acc_stderr,none": 0.1}})
-    assert [row.metric for row in FORMAT.rows(run, Request())] == ["acc_norm,none"]
+    assert [row.metric for row in FORMAT.rows(run, ReadRequest())] == ["acc_norm,none"]
 
 
 def test_values_that_are_no_grades_of_one_answer_are_left_out(tmp_path):
     answers = samples(tmp_path, metrics=["exact_match", "word_perplexity"], word_perplexity=[-3.2, 4])
-    assert {row.metric for row in FORMAT.rows(answers, Request())} == {"exact_match,strict", "exact_match,flexible"}
+    assert {row.metric for row in FORMAT.rows(answers, ReadRequest())} == {"exact_match,strict", "exact_match,flexible"}
 
 
 def test_answer_without_a_grade_is_kept(tmp_path):
     answers = samples(tmp_path, filter_name="strict", exact_match=float("nan"))
-    assert [row.value for row in FORMAT.rows(answers, Request())] == [None] * 3
+    assert [row.value for row in FORMAT.rows(answers, ReadRequest())] == [None] * 3
 
 
 def test_directions_are_in_the_file(tmp_path):
@@ -80,7 +80,7 @@ def test_directions_are_in_the_file(tmp_path):
 
 def test_answers_without_the_file_of_the_run(tmp_path):
     shutil.copy(SAMPLES, tmp_path)
-    assert {row.condition for row in FORMAT.rows(tmp_path / SAMPLES.name, Request())} == {None}
+    assert {row.condition for row in FORMAT.rows(tmp_path / SAMPLES.name, ReadRequest())} == {None}
     assert FORMAT.facts(tmp_path / SAMPLES.name) == {}
 
 
@@ -97,4 +97,4 @@ def test_damaged_line_is_named(tmp_path):
     first = SAMPLES.read_text().splitlines()[0]
     path.write_text(f'{first}\n{{"doc_id": 1, "doc": {{}}}}\n')
     with pytest.raises(UsageError, match=r"jsonl:2 lacks doc_id, doc_hash, filter or metrics"):
-        list(FORMAT.rows(path, Request()))
+        list(FORMAT.rows(path, ReadRequest()))

@@ -11,7 +11,7 @@ from helpers.other_tools import write_other_tools
 from retrain.errors import UsageError
 from retrain.files import read_jsonl
 from retrain.records.foreign.nemo_gym import FORMAT
-from retrain.records.foreign.table import Request
+from retrain.records.foreign.table import ReadRequest
 
 DATA = Path(__file__).parents[3] / "data/foreign/nemo_gym"
 ROLLOUTS, FAILURES = "rollouts.jsonl", "rollouts_failures.jsonl"
@@ -26,7 +26,7 @@ def output(tmp_path):
 
 def answers(path):
     """Return the grades of every problem, and the states of the run's rows."""
-    rows = [row for row in FORMAT.rows(path, Request("reward")) if row.problem is not None]
+    rows = [row for row in FORMAT.rows(path, ReadRequest("reward")) if row.problem is not None]
     grades: dict[str, list[str]] = {}
     for row in rows:
         grades.setdefault(str(row.problem), []).append(str(row.value))
@@ -107,8 +107,8 @@ def test_reward_that_is_text_is_refused_with_its_line(output):
 
 
 def test_numbers_of_the_tool_without_the_failures():
-    rows = list(FORMAT.rows(DATA / AGGREGATED, Request()))
-    beside = [row for row in FORMAT.rows(DATA / ROLLOUTS, Request("reward")) if row.problem is None]
+    rows = list(FORMAT.rows(DATA / AGGREGATED, ReadRequest()))
+    beside = [row for row in FORMAT.rows(DATA / ROLLOUTS, ReadRequest("reward")) if row.problem is None]
 
     assert {row.metric: row.value for row in rows} == {
         "mean/reward": 0.75, "max/reward": 1.0, "min/reward": 0.0, "reward": 0.75,

@@ -10,7 +10,7 @@ from helpers.other_tools import write_other_tools
 
 from retrain.errors import UsageError
 from retrain.records.foreign.nemo_rl import FORMAT
-from retrain.records.foreign.table import Request
+from retrain.records.foreign.table import ReadRequest
 
 DATA = Path(__file__).parents[3] / "data/foreign/nemo_rl"
 VALIDATION = DATA / "exp_001/val_data_step20.jsonl"
@@ -20,7 +20,7 @@ INFO = DATA / "checkpoints/step_20/training_info.json"
 
 def answers(path, *lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return list(FORMAT.rows(path, Request()))
+    return list(FORMAT.rows(path, ReadRequest()))
 
 
 def line(*messages, reward=1.0):
@@ -28,7 +28,7 @@ def line(*messages, reward=1.0):
 
 
 def test_answers_of_a_validation():
-    rows = list(FORMAT.rows(VALIDATION, Request()))
+    rows = list(FORMAT.rows(VALIDATION, ReadRequest()))
 
     problems = list(dict.fromkeys(row.problem for row in rows))
     assert sorted((problems.index(row.problem), row.value) for row in rows) == [(0, 0.0), (0, 1.0), (1, 0.0)]
@@ -58,7 +58,7 @@ def test_damaged_line_is_refused_with_its_number(tmp_path, changed, message):
 
 
 def test_checkpoint_has_the_accuracy_and_the_training_seed():
-    rows = list(FORMAT.rows(INFO, Request()))
+    rows = list(FORMAT.rows(INFO, ReadRequest()))
 
     assert [(row.metric, row.value, row.step, row.seed) for row in rows] == [("accuracy", 0.33333334, 20, 42)]
 
@@ -67,14 +67,14 @@ def test_checkpoint_without_a_validation_has_no_accuracy(tmp_path):
     (path := tmp_path / "step_5" / INFO.name).parent.mkdir()
     path.write_text('{"total_steps": 5, "val_reward": -99999999.0, "train:loss": 0.5, "val:val_loss": 1.5}')
 
-    assert [(row.metric, row.value, row.seed) for row in FORMAT.rows(path, Request())] == [("val_loss", 1.5, None)]
+    assert [(row.metric, row.value, row.seed) for row in FORMAT.rows(path, ReadRequest())] == [("val_loss", 1.5, None)]
     path.with_name("config.yaml").write_text("grpo: [")
     with pytest.raises(UsageError, match=r"config\.yaml is no configuration of NeMo RL"):
-        list(FORMAT.rows(path, Request()))
+        list(FORMAT.rows(path, ReadRequest()))
 
 
 def test_standalone_evaluation_names_its_data_set_but_no_step_and_no_seed():
-    rows = list(FORMAT.rows(STANDALONE, Request()))
+    rows = list(FORMAT.rows(STANDALONE, ReadRequest()))
 
     assert [(row.set, row.step, row.seed, row.value) for row in rows] == [
         ("sums", None, None, 1.0), ("sums", None, None, 0.0)

@@ -10,7 +10,7 @@ from helpers.other_tools import write_other_tools
 
 from retrain.errors import UsageError
 from retrain.records.foreign.skyrl import FORMAT
-from retrain.records.foreign.table import Request
+from retrain.records.foreign.table import ReadRequest
 
 DUMP = Path(__file__).parents[3] / "data/foreign/skyrl/dumped_evals/global_step_20_evals"
 ANSWERS = DUMP / "openai_gsm8k.jsonl"
@@ -19,11 +19,11 @@ ANSWER = {"input_prompt": "2+3=", "output_response": "5", "score": 1.0, "stop_re
 
 def answers(path, *lines):
     path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
-    return list(FORMAT.rows(path, Request()))
+    return list(FORMAT.rows(path, ReadRequest()))
 
 
 def test_numbers_of_all_data_sources_and_of_each():
-    rows = list(FORMAT.rows(DUMP / "aggregated_results.jsonl", Request()))
+    rows = list(FORMAT.rows(DUMP / "aggregated_results.jsonl", ReadRequest()))
 
     numbers = {(row.set, row.metric): row.value for row in rows}
     assert numbers["openai_gsm8k", "score"] == numbers["openai_gsm8k", "avg_score"] == 0.625
@@ -34,7 +34,7 @@ def test_numbers_of_all_data_sources_and_of_each():
 
 
 def test_scores_of_tokens_are_summed():
-    rows = list(FORMAT.rows(ANSWERS, Request("score")))
+    rows = list(FORMAT.rows(ANSWERS, ReadRequest("score")))
 
     problems = list(dict.fromkeys(row.problem for row in rows))
     assert sorted((problems.index(row.problem), row.value) for row in rows) == [(0, 0.0), (0, 1.0), (1, 0.5), (1, 1.0)]
@@ -44,7 +44,7 @@ def test_scores_of_tokens_are_summed():
 def test_evaluation_outside_of_training_has_no_step(tmp_path):
     shutil.copytree(DUMP, tmp_path / "eval_only")
 
-    assert {row.step for row in FORMAT.rows(tmp_path / "eval_only" / ANSWERS.name, Request())} == {None}
+    assert {row.step for row in FORMAT.rows(tmp_path / "eval_only" / ANSWERS.name, ReadRequest())} == {None}
 
 
 def test_problems_are_named_by_their_id_but_not_by_the_number_of_a_row(tmp_path):

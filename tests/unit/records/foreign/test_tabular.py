@@ -9,17 +9,17 @@ import pytest
 from retrain.config.comparing import Compare, Results
 from retrain.errors import MissingExtra, UsageError
 from retrain.records.foreign.collect import collect
-from retrain.records.foreign.table import CORRECT, Request, ResultRow, format_of
+from retrain.records.foreign.table import CORRECT, ReadRequest, ResultRow, format_of
 
 Reader = Callable[..., list[ResultRow]]
 
 
 @pytest.fixture
 def read(tmp_path: Path) -> Reader:
-    def read(content: str | bytes, name: str = "results.csv", request: Request | None = None) -> list[ResultRow]:
+    def read(content: str | bytes, name: str = "results.csv", request: ReadRequest | None = None) -> list[ResultRow]:
         path = tmp_path / name
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return list(format_of("table").rows(path, request or Request()))
+        return list(format_of("table").rows(path, request or ReadRequest()))
 
     return read
 
@@ -71,7 +71,7 @@ def test_correct_column_is_the_metric_of_answers_that_are_right_or_wrong(read: R
 def test_column_named_by_the_metric_is_the_value(read: Reader):
     content = "condition,seed,step,loss,acc\ngrpo,1,0,0.9,0.25\ngrpo,1,10,0.8,\nrloo,1,20,0.7,\n"
 
-    rows = read(content, request=Request("acc"))
+    rows = read(content, request=ReadRequest("acc"))
 
     assert [(row.condition, row.metric, row.step, row.value) for row in rows] == [
         ("grpo", "acc", 0, 0.25),
@@ -83,13 +83,13 @@ def test_mapped_columns_and_filter(read: Reader):
     content = "method,split,epoch,acc\ngrpo,train,1,0.9\ngrpo,test,1,0.5\nrloo,test,2,0.6\n"
     columns = {"condition": "method", "step": "epoch", "value": "acc"}
 
-    rows = read(content, request=Request(columns=columns, where={"split": "test", "epoch": 1}))
+    rows = read(content, request=ReadRequest(columns=columns, where={"split": "test", "epoch": 1}))
 
     assert rows == [ResultRow("acc", 0.5, 1, condition="grpo", line=3)]
 
 
 def test_other_metrics_are_left_out(read: Reader):
-    rows = read("metric,value\nacc,0.5\nloss,n/a\n", request=Request("acc"))
+    rows = read("metric,value\nacc,0.5\nloss,n/a\n", request=ReadRequest("acc"))
 
     assert [(row.metric, row.value) for row in rows] == [("acc", 0.5)]
 
@@ -137,12 +137,12 @@ def test_bad_content_is_refused_with_its_line(read: Reader, name: str, content: 
 
 @pytest.mark.parametrize("metric", [None, "acc"])
 def test_table_without_rows_has_no_results(read: Reader, metric: str | None):
-    assert read("condition,acc\n", request=Request(metric=metric)) == []
+    assert read("condition,acc\n", request=ReadRequest(metric=metric)) == []
 
 
 def test_missing_column_is_refused_with_the_line_to_type(read: Reader):
     with pytest.raises(UsageError) as caught:
-        read("method,value\ngrpo,1\n", request=Request(columns={"condition": "algorithm"}))
+        read("method,value\ngrpo,1\n", request=ReadRequest(columns={"condition": "algorithm"}))
 
     assert 'has no column "algorithm"; it has method, value' in str(caught.value)
     assert 'such as columns = { condition = "NAME" }' in str(caught.value)
@@ -172,8 +172,8 @@ def test_parquet_reads_the_steps_alone_that_a_run_needs(tmp_path: Path):
     path = parquet(tmp_path / "r.parquet", columns, row_group_size=2)
     rows = format_of("table").rows
 
-    ends = list(rows(path, Request("acc", "ends", where={"split": "test"})))
-    until = list(rows(path, Request("acc", "ends", last_step=10)))
+    ends = list(rows(path, ReadRequest("acc", "ends", where={"split": "test"})))
+    until = list(rows(path, ReadRequest("acc", "ends", last_step=10)))
 
     assert [(row.condition, row.seed, row.step, row.value, row.line) for row in ends] == [
         ("grpo", 1, 0, 0.1, 1),
@@ -183,15 +183,15 @@ def test_parquet_reads_the_steps_alone_that_a_run_needs(tmp_path: Path):
         ("rloo", None, None, 0.8, 8),
     ]
     assert [row.step for row in until] == [0, 10, 20, 30, 0, 10, 20, None]
-    assert [row.step for row in rows(path, Request("acc", "last3"))] == [0, 10, 20, 30, 0, 10, 20, None]
+    assert [row.step for row in rows(path, ReadRequest("acc", "last3"))] == [0, 10, 20, 30, 0, 10, 20, None]
     assert {row.problem for row in until} == {"7"}
-    assert list(rows(path, Request("loss"))) == []
+    assert list(rows(path, ReadRequest("loss"))) == []
 
 
 def test_wide_parquet_table_has_the_steps_with_a_value(tmp_path: Path):
     path = parquet(tmp_path / "r.parquet", {"step": ["0", "10", "20", "30"], "eval/acc": [None, 0.2, 0.3, None]})
 
-    rows = list(format_of("table").rows(path, Request("eval/acc", "ends")))
+    rows = list(format_of("table").rows(path, ReadRequest("eval/acc", "ends")))
 
     assert [(row.step, row.value) for row in rows] == [(10, 0.2), (20, 0.3)]
 
@@ -200,4 +200,4 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "pyarrow", None)
 
     with pytest.raises(MissingExtra, match=r"needs the package pyarrow: pip install '\.\[data\]'"):
-        list(format_of("table").rows(tmp_path / "r.parquet", Request()))
+        list(format_of("table").rows(tmp_path / "r.parquet", ReadRequest()))

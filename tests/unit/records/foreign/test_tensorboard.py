@@ -10,7 +10,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from retrain.errors import MissingExtra, UsageError
-from retrain.records.foreign.table import Request, ResultRow
+from retrain.records.foreign.table import ReadRequest, ResultRow
 from retrain.records.foreign.tensorboard import FORMAT
 
 
@@ -22,7 +22,7 @@ def written(directory: Path, values: dict[int, float], tag: str = "eval/reward",
 
 
 def rows(path: Path, metric: str | None = None) -> list[ResultRow]:
-    return list(FORMAT.rows(path, Request(metric=metric)))
+    return list(FORMAT.rows(path, ReadRequest(metric=metric)))
 
 
 def test_values_are_the_shortest_decimals_of_their_float32(tmp_path):

@@ -9,7 +9,7 @@ from helpers.pages import trackio_project
 
 from retrain.errors import UsageError
 from retrain.records.foreign import ForeignRun
-from retrain.records.foreign.table import Request, ResultRow
+from retrain.records.foreign.table import ReadRequest, ResultRow
 from retrain.records.foreign.trackio import FORMAT, TrackioReader
 
 RUNS = [("grpo_s1", {"lr": 1e-5, "_Group": None}), ("b", {"_Group": "rloo", "seed": 7}), ("grpo_s2", {"seed": 3})]
@@ -26,7 +26,7 @@ def home(tmp_path_factory):
 
 
 def rows(path: Path, metric: str | None = None) -> list[ResultRow]:
-    return list(FORMAT.rows(path, Request(metric=metric)))
+    return list(FORMAT.rows(path, ReadRequest(metric=metric)))
 
 
 def test_group_and_seed_of_the_settings_come_before_the_name_of_the_run(tmp_path):

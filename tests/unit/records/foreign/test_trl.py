@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from retrain.errors import UsageError
 from retrain.records.foreign import ForeignRun
-from retrain.records.foreign.table import Request
+from retrain.records.foreign.table import ReadRequest
 from retrain.records.foreign.trl import FORMAT, TrlReader
 
 DATA = Path(__file__).parents[3] / "data/foreign"
@@ -20,7 +20,7 @@ STATE = DATA / "trl/trainer_state.json"
 
 
 def values(path: Path, metric: str | None = None) -> dict[tuple[str, str, int | None], float | None]:
-    rows = list(FORMAT.rows(path, Request(metric=metric)))
+    rows = list(FORMAT.rows(path, ReadRequest(metric=metric)))
     found = {(row.set, row.metric, row.step): row.value for row in rows}
     assert len(found) == len(rows)
     return found
@@ -70,7 +70,7 @@ def test_a_checkpoint_with_more_steps_than_the_state_of_the_directory_is_read_in
 @pytest.mark.parametrize(("max_steps", "state"), [(10, "done"), (20, "unfinished"), (0, "unfinished")])
 def test_a_run_is_done_when_it_has_all_its_steps(tmp_path, max_steps, state):
     path = write_state(tmp_path, 10, [{"eval_reward": float("nan"), "step": 10}], max_steps)
-    (row,) = FORMAT.rows(path, Request())
+    (row,) = FORMAT.rows(path, ReadRequest())
     assert (row.state, row.set, row.value) == (state, "heldout", None)
 
 
@@ -92,7 +92,7 @@ def test_a_metric_called_runtime_names_no_set_and_a_line_without_a_step_belongs_
 def test_a_damaged_state_is_refused_with_its_name(tmp_path, text, message):
     (path := tmp_path / "trainer_state.json").write_text(text)
     with pytest.raises(UsageError, match=f"trainer_state.json.*{message}"):
-        list(FORMAT.rows(path, Request(metric="eval_reward")))
+        list(FORMAT.rows(path, ReadRequest(metric="eval_reward")))
 
 
 class Line(torch.nn.Module):
@@ -116,7 +116,7 @@ def test_the_state_of_a_real_trainer(tmp_path, means):
     Trainer(model=Line(), args=args, train_dataset=points, eval_dataset=sets).train()  # pyright: ignore[reportArgumentType]
     (path,) = FORMAT.choose(sorted(tmp_path.glob("checkpoint-*/trainer_state.json")))
     assert values(path, "eval_loss") == {(name, "eval_loss", step): means[name] for name in means for step in (1, 2)}
-    assert {row.state for row in FORMAT.rows(path, Request())} == {"done"}
+    assert {row.state for row in FORMAT.rows(path, ReadRequest())} == {"done"}
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="make test-environments")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from retrain.errors import UsageError
-from retrain.records.foreign.table import MetricFacts, Request
+from retrain.records.foreign.table import MetricFacts, ReadRequest
 from retrain.records.foreign.verifiers import FORMAT
 
 TRACES = Path(__file__).parents[3] / "data" / "foreign" / "verifiers" / "traces.jsonl"
@@ -29,7 +29,7 @@ def metrics(path: Path, *rows: dict[str, object]) -> Path:
 
 
 def test_reward_is_the_weighted_sum_of_the_scores():
-    rows = list(FORMAT.rows(TRACES, Request()))
+    rows = list(FORMAT.rows(TRACES, ReadRequest()))
     assert [row.value for row in rows[:2]] == [0.6, 0.1]
     assert {(row.metric, row.set, row.problem, row.step) for row in rows} == {("reward", "sums", "sum-1:7f3a", None)}
     # The third episode has an error, the fourth no score, the fifth no trace
@@ -39,7 +39,7 @@ def test_reward_is_the_weighted_sum_of_the_scores():
 
 def test_step_is_that_of_the_directory(tmp_path):
     path = traces(tmp_path / "run" / "rollouts" / "step_20" / "eval" / "all" / "traces.jsonl")
-    assert {row.step for row in FORMAT.rows(path, Request())} == {20}
+    assert {row.step for row in FORMAT.rows(path, ReadRequest())} == {20}
 
 
 def test_effective_episodes_and_training_are_not_read(tmp_path):
@@ -62,7 +62,7 @@ def test_averages_of_prime_rl(tmp_path):
             "eval/sums/all/has_error/mean": 0.3,
         },
     )
-    (row,) = FORMAT.rows(path, Request())
+    (row,) = FORMAT.rows(path, ReadRequest())
     assert (row.metric, row.value, row.step, row.set, row.line) == ("avg@4", 0.5, 10, "sums", 2)
     assert row.time == 1795864032.5
     assert FORMAT.facts(path)["avg@*"] == MetricFacts(True)
@@ -70,7 +70,7 @@ def test_averages_of_prime_rl(tmp_path):
 
 def test_averages_of_several_agents_have_their_names(tmp_path):
     row = {"eval/duel/all/proposer/avg@2": 0.5, "eval/duel/all/solver/avg@2": 0.25, "eval/sums/all/solver/avg@2": 1.0}
-    rows = list(FORMAT.rows(metrics(tmp_path / "metrics.jsonl", row), Request()))
+    rows = list(FORMAT.rows(metrics(tmp_path / "metrics.jsonl", row), ReadRequest()))
     assert [(row.set, row.metric) for row in rows] == [
         ("duel", "proposer/avg@2"), ("duel", "solver/avg@2"), ("sums", "avg@2"),
     ]  # fmt: skip
@@ -79,10 +79,10 @@ def test_averages_of_several_agents_have_their_names(tmp_path):
 @pytest.mark.parametrize("name", ["traces.jsonl", "rollouts/step_20/eval/all/traces.jsonl"])
 def test_seed_is_that_of_the_run_and_not_of_a_part(tmp_path, name):
     path = traces(tmp_path / name)
-    assert {row.seed for row in FORMAT.rows(path, Request())} == {None}
+    assert {row.seed for row in FORMAT.rows(path, ReadRequest())} == {None}
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "rl.json").write_text('{"seed": 5, "inference": {"seed": 0}}')
-    assert {row.seed for row in FORMAT.rows(path, Request())} == {5}
+    assert {row.seed for row in FORMAT.rows(path, ReadRequest())} == {5}
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ def test_damaged_line_is_named(tmp_path):
     path = traces(tmp_path / "traces.jsonl")
     path.write_text('{"id": "a", "env": {}}\n')
     with pytest.raises(UsageError, match=r"traces\.jsonl:1 is not an episode of verifiers"):
-        list(FORMAT.rows(path, Request()))
+        list(FORMAT.rows(path, ReadRequest()))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from retrain.errors import UsageError
-from retrain.records.foreign.table import Request, ResultRow
+from retrain.records.foreign.table import ReadRequest, ResultRow
 from retrain.records.foreign.verl import FORMAT
 
 DATA = Path(__file__).parents[3] / "data/foreign"
@@ -16,7 +16,7 @@ ANSWERS, LOGGED = DATA / "verl/val/20.jsonl", DATA / "verl/grpo_s1.jsonl"
 
 
 def rows(path: Path, metric: str | None = None) -> list[ResultRow]:
-    return list(FORMAT.rows(path, Request(metric=metric)))
+    return list(FORMAT.rows(path, ReadRequest(metric=metric)))
 
 
 def test_one_grade_for_each_session_and_metric():

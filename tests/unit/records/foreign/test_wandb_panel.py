@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from retrain.errors import UsageError
-from retrain.records.foreign.table import Request, ResultRow, format_of
+from retrain.records.foreign.table import ReadRequest, ResultRow, format_of
 
 WANDB = format_of("wandb")
 PANEL = (
@@ -25,7 +25,7 @@ RUNS = (
 def rows_of(path: Path, content: str, metric: str | None = None) -> list[ResultRow]:
     path.write_text(content)
     assert WANDB.recognises(path)
-    return list(WANDB.rows(path, Request(metric)))
+    return list(WANDB.rows(path, ReadRequest(metric)))
 
 
 def test_panel_has_a_column_for_each_run(tmp_path: Path):

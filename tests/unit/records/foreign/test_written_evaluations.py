@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from retrain.records.foreign import inspect_log, lm_eval, verifiers
-from retrain.records.foreign.table import Request, ResultRow
+from retrain.records.foreign.table import ReadRequest, ResultRow
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of these packages and their dependencies
 QUESTIONS = {"2+3=?": "5", "4+4=?": "8", "1+1=?": "2"}
@@ -15,7 +15,7 @@ ANSWERS = ["the answer is 5", "8", "2 and 3"]
 
 def read(format, path: Path, metric: str | None = None) -> list[ResultRow]:
     assert format.recognises(path), path
-    return list(format.rows(path, Request(metric)))
+    return list(format.rows(path, ReadRequest(metric)))
 
 
 def grades(rows: list[ResultRow], metric: str) -> list[float | None]:
