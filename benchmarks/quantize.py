@@ -79,11 +79,11 @@ def measured(model: str, dtype: str, kind: str, threads: int) -> dict[str, Any]:
 
     sampling = seconds(lambda: engine.sample(asked))
     updating = seconds(lambda: policy.update(batch, objective, 1e-5))
-    facts = base.quantized.facts if base.quantized else {}
+    effect = base.quantized
     return {
         "kind": kind, "weights": base.weight_bytes, "resident": resident - before, "peak": peak - before,
         "loading_s": loading, "sampling_s": sampling, "update_s": updating,
-        "k3": facts.get("k3"), "kl": facts.get("kl"),
+        "k3": effect and effect.k3, "kl": effect and effect.kl,
     }  # fmt: skip
 
 
