@@ -68,7 +68,9 @@ def test_lm_eval(tmp_path):
     assert grades(answers, "exact_match,strict") == [0, 1, 0]
     assert grades(answers, "exact_match,flexible") == [1, 1, 1]
     assert number(run, "exact_match,strict") == pytest.approx(1 / 3)
-    assert {(row.condition, row.set, row.seed) for row in run + answers} == {("org/grpo_s1", "sums", None)}
+    assert {(row.condition, row.set, row.seed) for row in run + answers} == {
+        ("org/grpo", "sums", 1)
+    }  # the model is named by its run
 
 
 def write_inspect(folder: Path, monkeypatch, log_format: str, fails: bool = False) -> Path:
