@@ -104,7 +104,7 @@ class Tail:
         return None
 
 
-def parse_row(line: bytes) -> Row:
+def parse_row(line: str | bytes) -> Row:
     """Return the JSON object in a line. Raises ValueError or RecursionError for anything else."""
     row = json.loads(line)
     if not isinstance(row, dict):

@@ -14,8 +14,9 @@ from pathlib import Path
 from retrain.files import stamp_of
 from retrain.records.schema.base import Row
 
-# The seed at the end of a run's name. A single "s" stands alone: "opus4" has no seed.
-SEED = re.compile(r"[-_./ ]*(?:seed|(?<![^\W_])s)[-_=]?(\d{1,9})$", re.IGNORECASE)
+# The seed at the end of a run's name. A single "s" stands alone: "opus4" has no seed. The first lookbehind keeps the
+# search linear in names with many separators.
+SEED = re.compile(r"(?<![-_./ ])[-_./ ]*(?:seed|(?<![^\W_])s)[-_=]?(\d{1,9})$", re.IGNORECASE)
 MOST_RUNS = 1_000
 QUIET_S = 600.0  # Seconds without writes after which a run without a recorded end counts as interrupted
 NO_VERDICT = (

@@ -1,7 +1,7 @@
 """Cells of a table of results: which column holds which field of ``ResultRow``, and how its values are converted."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -38,6 +38,8 @@ def as_number(raw: object) -> float | None:
         number = float(text)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
         raise ValueError("which is no number such as 0.5: leave the cell empty for a missing one") from None
+    except OverflowError:  # an integer beyond the largest float
+        number = math.inf
     if math.isinf(number):
         raise ValueError("which is not finite")
     return None if math.isnan(number) else number
@@ -107,7 +109,7 @@ CONVERSIONS: Mapping[str, Callable[[object], object]] = {
 
 
 class CellConverter(dict[object, Value], Generic[Value]):
-    """CellConverter values by the raw ones: a call of ``convert`` for every cell would take most of the time of a large
+    """Converted values by the raw ones: a call of ``convert`` for every cell would take most of the time of a large
     table. Equal values become one object, which saves the memory of repeated texts."""
 
     def __init__(self, convert: Callable[[object], Value]):
@@ -146,9 +148,8 @@ class TableLayout(NamedTuple):
         return self.metric not in (None, "value", CORRECT)
 
 
-def layout_of(path: Path, names: Iterable[str], request: ReadRequest) -> TableLayout:
+def layout_of(path: Path, names: Sequence[str], request: ReadRequest) -> TableLayout:
     """Return the layout of a table with these columns. Raises UsageError for a column that is missing."""
-    names = list(names)
     if unknown := next((field for field in request.columns if field not in FIELDS), None):
         raise UsageError(f'{path}: columns has no "{unknown}"; it has {", ".join(FIELDS)}')
     columns = {field: field for field in FIELDS if field in names} | dict(request.columns)
@@ -157,14 +158,24 @@ def layout_of(path: Path, names: Iterable[str], request: ReadRequest) -> TableLa
         columns["value"] = str(request.metric)
         columns.pop("metric", None)
     columns.setdefault("value", CORRECT if CORRECT in names else "value")
-    examples = {column: f'columns = {{ {field} = "NAME" }}' for field, column in columns.items()}
-    examples |= {column: f'where = {{ NAME = "{value}" }}' for column, value in request.where.items()}
-    if missing := next((column for column in examples if column not in names), None):
-        short = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…" for name in names]
-        fix = f"Name the right one under [[results]], such as {examples[missing]}"
-        if missing == columns["value"] and "value" not in request.columns:
-            free = next((name for name in reversed(short) if name and name not in columns.values()), "COLUMN")
-            fix = f"Name the one that holds the values, such as --metric {free}"
-        known = printable(listed(short, MOST_NAMES)) or "none"
-        raise UsageError(f'{path} has no column "{missing}"; it has {known}. {fix}')
+    if missing := next((column for column in (*columns.values(), *request.where) if column not in names), None):
+        raise _missing_column(path, missing, names, columns, request)
     return TableLayout(columns, None if "metric" in columns else columns["value"])
+
+
+def _missing_column(
+    path: Path, missing: str, names: Sequence[str], columns: Mapping[str, str], request: ReadRequest
+) -> UsageError:
+    """Return the error for a column that a table lacks, with the columns that it has and what to type."""
+    short = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…" for name in names]
+    field = next((field for field, column in columns.items() if column == missing), None)
+    if field == "value" and "value" not in request.columns:
+        free = next((name for name in reversed(short) if name and name not in columns.values()), "COLUMN")
+        fix = f"Name the one that holds the values, such as --metric {free}"
+    else:
+        example = (
+            f'where = {{ NAME = "{request.where[missing]}" }}' if field is None else f'columns = {{ {field} = "NAME" }}'
+        )
+        fix = f"Name the right one under [[results]], such as {example}"
+    known = printable(listed(short, MOST_NAMES)) or "none"
+    return UsageError(f'{path} has no column "{missing}"; it has {known}. {fix}')

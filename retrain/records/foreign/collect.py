@@ -177,18 +177,21 @@ class _Collector:
         """Yield the rows of a file with their places. Step and set in the path come before those in the rows."""
         names, key, samples = None, None, Counter[Place]()
         request = replace(self.request, columns=files.entry.columns, where=files.entry.where)
-        for row in form.rows(file.path, request):
-            if key is None or names != (row.condition, row.seed, row.run):
-                names, key = (row.condition, row.seed, row.run), self._key(files, row, file.path)
-            step = row.step if file.step is None else file.step
-            if step is not None and step < 0:
-                raise UsageError(f"{_where(file.path, row)}: the step {step} is negative")
-            step = NO_STEP if step is None else step
-            place = Place(key, file.set or row.set, row.metric, step, row.problem, row.sample or 0)
-            if row.sample is None:
-                samples[place] += 1
-                place = place._replace(sample=samples[place] - 1)
-            yield place, row
+        try:
+            for row in form.rows(file.path, request):
+                if key is None or names != (row.condition, row.seed, row.run):
+                    names, key = (row.condition, row.seed, row.run), self._key(files, row, file.path)
+                step = row.step if file.step is None else file.step
+                if step is not None and step < 0:
+                    raise UsageError(f"{_where(file.path, row)}: the step {step} is negative")
+                step = NO_STEP if step is None else step
+                place = Place(key, file.set or row.set, row.metric, step, row.problem, row.sample or 0)
+                if row.sample is None:
+                    samples[place] += 1
+                    place = place._replace(sample=samples[place] - 1)
+                yield place, row
+        except RecursionError as error:  # JSON or YAML that a reader cannot hash or print
+            raise UsageError(f"{file.path} is nested too deeply: leave it out of path") from error
 
     def _key(self, files: RunFiles, row: ResultRow, path: Path) -> RunKey:
         """Return condition, seed and name of the run to which a row belongs. Names in the path or the section come

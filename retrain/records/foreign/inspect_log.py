@@ -8,6 +8,7 @@ or the tags (``seed=1``) of the evaluation; without a condition there, those in 
 import json
 import re
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 from retrain.errors import NotReadable, UsageError
 from retrain.extras import missing
 from retrain.records.foreign import condition_and_seed
-from retrain.records.foreign.json_files import first_bytes, json_document, number, problem_key
+from retrain.records.foreign.json_files import LARGEST, first_bytes, json_object, number, problem_key
 from retrain.records.foreign.table import Format, ReadRequest, ResultRow, RunState
 from retrain.records.schema.base import Row, Values
 
@@ -38,15 +39,15 @@ def _choose(files: Sequence[Path]) -> Sequence[Path]:
 
 
 def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
-    header, samples = _read(path)
     try:
+        header, samples = _read(path)
         evaluation = header["eval"]
         names = _names(evaluation, path)
         if "condition" not in names:
             condition, seed = condition_and_seed(evaluation["model"])
             names = {"condition": condition, "seed": seed} | names
         run = ResultRow(
-            "", None, set=evaluation["task"], condition=str(names["condition"]),
+            "", None, set=str(evaluation["task"]), condition=str(names["condition"]),
             seed=names.get("seed"), state=STATES.get(header["status"], "unfinished"),
             time=datetime.fromisoformat(evaluation["created"]).timestamp(),
         )  # fmt: skip
@@ -60,8 +61,15 @@ def _read(path: Path) -> tuple[Row, Sequence[Row]]:
     """Return a log without its samples, and the samples; of ``.eval`` files their summaries, without messages and with
     shortened texts."""
     if path.suffix != ".eval":
-        content = json_document(path)
+        content = json_object(path)
         return content, content.pop("samples", None) or []
+    parts = _archived(path)
+    header = json.loads(parts.pop(0))
+    return {"status": "started", **header}, [row for part in parts for row in json.loads(part)]
+
+
+def _archived(path: Path) -> list[bytes]:
+    """Return the header in an archive and the summaries. An archive that was not completed has only the journal."""
     try:
         if sys.version_info >= (3, 14):
             import zipfile
@@ -74,14 +82,17 @@ def _read(path: Path) -> tuple[Row, Sequence[Row]]:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-            # An archive that was not completed has only the journal
             parts = [name for name in names if name.startswith("_journal/summaries/")]
             parts = ["summaries.json"] if "summaries.json" in names else parts
-            header = json.loads(archive.read("header.json" if "header.json" in names else "_journal/start.json"))
-            return {"status": "started", **header}, [row for part in parts for row in json.loads(archive.read(part))]
+            header = "header.json" if "header.json" in names else "_journal/start.json"
+            members = [archive.getinfo(name) for name in (header, *parts)]
+            if sum(member.file_size for member in members) > LARGEST:
+                raise UsageError(f"{path} has more than {LARGEST >> 20:,} MiB of summaries: leave it out of path")
+            return [archive.open(member).read(member.file_size) for member in members]
     except OSError as error:
         raise NotReadable(path, error) from None
-    except (zipfile.BadZipFile, ZstdError, EOFError, NotImplementedError, ValueError, KeyError) as error:
+    # RuntimeError: an encrypted archive, or one in another compression
+    except (zipfile.BadZipFile, RuntimeError, KeyError, EOFError, zlib.error, ZstdError) as error:
         raise _damaged(path) from error
 
 
@@ -123,7 +134,7 @@ def _grade(value: object) -> float | None:
         value = GRADES.get(value, GRADES.get(value.lower(), value))
     try:
         return number(float(value), "")  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from retrain.records.schema.base import Row
 from retrain.util.jsonl import LONGEST_LINE, parse_row
 
 FIRST_BYTES = 4096
+LARGEST = 1 << 30  # Bytes of a document, which takes several times as much memory
 
 
 def first_bytes(path: Path) -> bytes:
@@ -36,6 +38,10 @@ def first_row(path: Path) -> Row:
 
 def json_document(path: Path) -> Any:
     try:
+        if path.stat().st_size > LARGEST:
+            raise UsageError(
+                f"{path} is larger than {LARGEST >> 20:,} MiB: leave it out of path, or write a table of it"
+            )
         return read_json(path)
     except OSError as error:
         raise NotReadable(path, error) from error
@@ -43,23 +49,48 @@ def json_document(path: Path) -> Any:
         raise UsageError(f"{path} is not JSON ({error}): restore the file, or leave it out of path") from error
 
 
+def json_object(path: Path) -> Row:
+    content = json_document(path)
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} is no JSON object: restore the file, or leave it out of path")
+    return content
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (number, line) for the lines of a file. Raises UsageError for a line that is longer than LONGEST_LINE."""
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), start=1):
+                if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                    raise UsageError(f"{path}:{number} is longer than {LONGEST_LINE >> 20} MiB: leave it out of path")
+                yield number, line
+    except OSError as error:
+        raise NotReadable(path, error) from error
+
+
 def json_rows(path: Path, is_growing: bool = False) -> Iterator[tuple[int, Row]]:
     """Yield (line, object) for the lines of a file that are not blank. Raises UsageError if a line is no object.
 
     ``is_growing`` leaves out an incomplete last line, which the tool may be writing.
     """
+    for number, line in numbered_lines(path):
+        if not line.isspace() and (line.endswith(b"\n") or not is_growing):
+            yield number, json_row(path, number, line)
+
+
+def json_row(path: Path, number: int, line: str | bytes) -> Row:
     try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.isspace() or (is_growing and not line.endswith(b"\n")):
-                    continue
-                try:
-                    yield number, parse_row(line)
-                except (ValueError, RecursionError) as error:
-                    fix = "remove that line, or the file"
-                    raise UsageError(f"{path}:{number} is no JSON object ({first_line(error)}): {fix}") from error
-    except OSError as error:
-        raise NotReadable(path, error) from error
+        return parse_row(line)
+    except (ValueError, RecursionError) as error:
+        fix = "remove that line, or the file"
+        raise UsageError(f"{path}:{number} is no JSON object ({first_line(error)}): {fix}") from error
+
+
+def step_of(row: Row, where: str) -> int:
+    """Return the number of updates in a line. Raises UsageError, which begins with ``where``, if it has none."""
+    if not isinstance(step := row.get("step"), int):
+        raise UsageError(f"{where}: step is {step!r:.80}, which is no number of updates")
+    return step
 
 
 def number(value: object, where: str) -> float | None:
@@ -69,7 +100,10 @@ def number(value: object, where: str) -> float | None:
         return None
     if not isinstance(value, int | float):
         raise UsageError(f"{where} is {value!r:.80}, which is no number: give another metric")
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond the largest float
+        return None
 
 
 def numbers(

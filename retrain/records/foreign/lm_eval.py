@@ -10,7 +10,7 @@ from pathlib import Path
 
 from retrain.errors import UsageError
 from retrain.records.foreign import condition_and_seed
-from retrain.records.foreign.json_files import first_bytes, json_document, json_rows, numbers
+from retrain.records.foreign.json_files import first_bytes, json_object, json_rows, number, numbers
 from retrain.records.foreign.table import Format, MetricFacts, ReadRequest, ResultRow
 from retrain.records.schema.base import Row
 
@@ -28,15 +28,15 @@ def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     results = _results(path)
     model, date = results.get("model_name"), results.get("date")
     condition, seed = condition_and_seed(str(model)) if model else (None, None)
-    time = float(date) if isinstance(date, int | float) else None
+    time = number(date, "") if isinstance(date, int | float) else None
     for row in _answers(path, request) if path.suffix == ".jsonl" else _numbers(path, results, request):
         yield row._replace(condition=condition, seed=seed, state="done", time=time)
 
 
 def _numbers(path: Path, results: Row, request: ReadRequest) -> Iterator[ResultRow]:
     tasks = results.get("results")
-    if not isinstance(tasks, dict):
-        raise UsageError(f'{path} has no object "results": name a file that lm-eval wrote')
+    if not isinstance(tasks, dict) or not all(isinstance(values, dict) for values in tasks.values()):
+        raise UsageError(f'{path} has no object "results" with the metrics of tasks: name a file that lm-eval wrote')
     for task, values in tasks.items():
         metrics = {key: value for key, value in values.items() if "," in key and "_stderr," not in key}
         for metric, value in numbers(metrics.items(), request, f"{path}, task {task}"):
@@ -63,17 +63,18 @@ def _results(path: Path) -> Row:
     """Return the content of the results file, or of that which was written together with a samples file; {} if that is
     missing."""
     if path.suffix == ".json":
-        return json_document(path)
+        return json_object(path)
     match = SAMPLES.fullmatch(path.name)
     path = path.with_name(f"results_{match['time']}.json") if match else path
-    return json_document(path) if match and path.is_file() else {}
+    return json_object(path) if match and path.is_file() else {}
 
 
 def _facts(path: Path) -> Mapping[str, MetricFacts]:
-    directions: dict[str, bool] = {}
-    for of_task in _results(path).get("higher_is_better", {}).values():
-        directions |= of_task
-    return {f"{metric},*": MetricFacts(higher_is_better=is_higher) for metric, is_higher in directions.items()}
+    tasks = _results(path).get("higher_is_better")
+    directions = [
+        of_task for of_task in (tasks.values() if isinstance(tasks, dict) else ()) if isinstance(of_task, dict)
+    ]
+    return {f"{name},*": MetricFacts(is_higher) for of_task in directions for name, is_higher in of_task.items()}
 
 
 FORMAT = Format(

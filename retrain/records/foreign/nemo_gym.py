@@ -10,15 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from retrain.errors import UsageError
-from retrain.records.foreign.json_files import (
-    first_bytes,
-    first_row,
-    json_document,
-    json_rows,
-    number,
-    numbers,
-    problem_key,
-)
+from retrain.records.foreign.json_files import first_row, json_document, json_rows, number, numbers, problem_key
 from retrain.records.foreign.table import Format, MetricFacts, ReadRequest, ResultRow
 from retrain.records.schema.base import Row
 
@@ -30,9 +22,7 @@ Key = tuple[int, int]  # Task and rollout, which are the same in all files of on
 
 
 def _recognises(path: Path) -> bool:
-    if path.name.endswith(AGGREGATED):
-        return b'"agent_ref"' in first_bytes(path)
-    if path.name.endswith((FAILURES, PLANNED)):
+    if path.name.endswith((FAILURES, PLANNED, AGGREGATED)):
         return True
     row = first_row(path) if path.suffix == ".jsonl" else {}
     return "responses_create_params" in row and ("reward" in row or "response" in row)
@@ -56,8 +46,8 @@ def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
 def _numbers(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     """Yield the numbers of every agent; ``mean/reward`` is the mean of the answers' ``reward``."""
     try:
-        agents = [(entry["agent_ref"]["name"], entry["agent_metrics"]) for entry in json_document(path)]
-    except (TypeError, KeyError) as error:
+        agents = [(str(entry["agent_ref"]["name"]), dict(entry["agent_metrics"])) for entry in json_document(path)]
+    except (TypeError, KeyError, ValueError) as error:
         raise UsageError(f"{path} is not in the format of NeMo Gym: {error!r}") from error
     for line, (agent, metrics) in enumerate(agents, start=1):
         means = {"reward": metrics["mean/reward"]} if "mean/reward" in metrics else {}
@@ -94,9 +84,9 @@ def _answers(path: Path) -> Iterator[ResultRow]:
 def _rollouts(path: Path) -> Iterator[tuple[Key, ResultRow]]:
     for line, row in json_rows(path) if path.is_file() else ():
         try:
-            key, agent = (row["_ng_task_index"], row["_ng_rollout_index"]), row["agent_ref"]["name"]
+            key, agent = (int(row["_ng_task_index"]), int(row["_ng_rollout_index"])), str(row["agent_ref"]["name"])
             problem = _problem(row)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{path}:{line} is no rollout of NeMo Gym 0.7: {error!r}") from error
         value = number(None if row.get("mask_sample") else row.get("reward"), f"{path}:{line}: reward")
         yield key, ResultRow("reward", value, None, agent, problem, sample=None, line=line)

@@ -16,7 +16,7 @@ from retrain.errors import UsageError
 from retrain.records.foreign.json_files import (
     first_bytes,
     first_row,
-    json_document,
+    json_object,
     json_rows,
     number,
     numbers,
@@ -80,7 +80,7 @@ def _standalone(path: Path) -> Iterator[ResultRow]:
     ``message_log`` is a Python expression and is not read."""
     source = str(read_object(path.with_name("config.json")).get("dataset_name") or HELDOUT_SET)
     try:
-        samples = [(sample["prompt"], sample["reward"]) for sample in json_document(path)["evaluation_data"]]
+        samples = [(sample["prompt"], sample["reward"]) for sample in json_object(path)["evaluation_data"]]
     except (TypeError, KeyError) as error:
         raise UsageError(f"{path} is not in the format of NeMo RL: {error!r}") from error
     for line, (prompt, reward) in enumerate(samples, start=1):
@@ -90,7 +90,7 @@ def _standalone(path: Path) -> Iterator[ResultRow]:
 
 def _checkpoint(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     """Yield ``val_reward``, which is the accuracy, and the metric that chooses checkpoints (``val:<metric>``)."""
-    match, info = CHECKPOINT.fullmatch(path.parent.name), json_document(path)
+    match, info = CHECKPOINT.fullmatch(path.parent.name), json_object(path)
     values = {key.removeprefix("val:"): value for key, value in info.items() if key.startswith("val:")}
     if info.get("val_reward", NO_VALIDATION) != NO_VALIDATION:
         values["accuracy"] = info["val_reward"]
@@ -103,8 +103,9 @@ def _training_seed(path: Path) -> int | None:
     """Return the seed of the training algorithm; ``eval.seed`` is that of an evaluation."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return next((settings[name]["seed"] for name in ALGORITHMS if "seed" in settings.get(name, {})), None)
-    except (OSError, yaml.YAMLError, ValueError, AttributeError, TypeError) as error:
+        seeds = (settings.get(name, {}).get("seed") for name in ALGORITHMS)
+        return next((seed for seed in seeds if isinstance(seed, int)), None)
+    except (OSError, yaml.YAMLError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} is no configuration of NeMo RL: {error}") from error
 
 

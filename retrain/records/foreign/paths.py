@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from numbers import Integral, Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from retrain.records.foreign.table import FORMATS, Format, ReadRequest, ResultRo
 
 # Regular expressions of the placeholders in a pattern
 PLACEHOLDERS = {"condition": "[^/]+", "run": "[^/]+", "set": "[^/]+", "seed": r"\d{1,9}", "step": r"\d{1,12}"}
+# Types of the numbers in the rows of a user's reader, including those of NumPy
+NUMBERS = {"value": Real, "step": Integral, "sample": Integral, "seed": Integral, "time": Real}
 HINT = f'Formats: {", ".join(FORMATS)}; name one by format = "…" (--format), or module:function for a reader'
 TOKEN = re.compile(r"(\*\*/|\*|\{[^{}]*\})")
 
@@ -107,6 +110,11 @@ def _rows_of_plugin(name: str, base: Path) -> Callable[[Path, ReadRequest], Iter
             for number, row in enumerate(function(path), start=1):
                 if not isinstance(row, ResultRow):
                     raise PluginError(f"format {name!r} yields {type(row).__name__}, not ResultRow")
+                for field, kind in NUMBERS.items():
+                    if not isinstance(value := getattr(row, field), kind | None):
+                        raise PluginError(
+                            f"format {name!r} yields {field} = {value!r:.80}, which is no {kind.__name__}"
+                        )
                 yield row if row.line else row._replace(line=number)
         except (UsageError, PluginError):
             raise
@@ -178,19 +186,26 @@ def _runs_of_directory(entry: Results, match: Match, known: Format | None) -> li
     """Return the run whose directory this is, else a run for each of its subdirectories that has results, or a seed in
     its name."""
     run = _directory(entry, match)
-    is_run = run.seed is not None or run.run is not None
-    if is_run or (direct := _with_files(run, match, known, nested=False)).files:
-        return [_with_files(run, match, known)] if is_run else _runs_by_seed(direct)
-    _require_readable(match.path)
-    subdirectories = sorted(path for path in match.path.iterdir() if path.is_dir() and not path.name.startswith("."))
-    inside = [Match(path, match.values) for path in subdirectories]
-    found = [_with_files(_directory(entry, inner), inner, known) for inner in inside]
-    runs = [run for each in found for run in _runs_by_seed(each)]
-    runs = [run for run in runs if run.files or run.seed is not None]
+    if run.seed is not None or run.run is not None:
+        return [_with_files(run, match, known)]
+    direct = _with_files(run, match, known, nested=False)
+    if direct.files:
+        return _runs_by_seed(direct)
+    runs = _runs_of_subdirectories(entry, match, known)
     if any(run.files for run in runs) and (len(runs) > 1 or runs[0].seed is not None):
         return runs
     run = _with_files(run, match, known)
     return [run] if run.files or run.condition is not None else []
+
+
+def _runs_of_subdirectories(entry: Results, match: Match, known: Format | None) -> list[RunFiles]:
+    _require_readable(match.path)
+    runs = []
+    for path in sorted(match.path.iterdir()):
+        if path.is_dir() and not path.name.startswith("."):
+            inner = Match(path, match.values)
+            runs += _runs_by_seed(_with_files(_directory(entry, inner), inner, known))
+    return [run for run in runs if run.files or run.seed is not None]
 
 
 def _runs_by_seed(run: RunFiles) -> list[RunFiles]:
@@ -206,19 +221,21 @@ def _runs_by_seed(run: RunFiles) -> list[RunFiles]:
 
 
 def _with_files(run: RunFiles, match: Match, known: Format | None, nested: bool = True) -> RunFiles:
-    """Add the files in the first format that recognises files in the directory.
-
-    ``nested = False`` leaves out files at any depth (``**``), which may belong to several runs.
-    """
+    """Add the files in the first format that recognises files in the directory."""
     if known is not None and not known.patterns:  # a reader of one's own
         return replace(run, files=[_file(match.path, match.values)], format=known)
     for form in [known] if known else map(format_of, FORMATS):
-        patterns = [pattern for pattern in form.patterns if nested or "**" not in pattern]
-        paths = sorted({path for pattern in patterns for path in match.path.glob(pattern) if path.is_file()})
-        files = [_file(path, match.values) for path in paths]
+        files = [_file(path, match.values) for path in _paths_below(match.path, form, nested)]
         if files := [file for file in files if known or form.recognises(file.path)]:
             return replace(run, files=files, format=form)
     return run
+
+
+def _paths_below(directory: Path, form: Format, nested: bool) -> list[Path]:
+    """Return the files where a format may have them. ``nested = False`` leaves out those at any depth (``**``), which
+    may belong to several runs."""
+    patterns = [pattern for pattern in form.patterns if nested or "**" not in pattern]
+    return sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
 
 
 def _directory(entry: Results, match: Match) -> RunFiles:

@@ -2,8 +2,9 @@
 
 ``aggregated_results.jsonl`` is one line with the numbers of all data sources (``eval/<source>/<metric>``).
 ``<source>.jsonl`` has a line for each answer, whose metric is ``score``; ``avg_score`` is its mean. The source ``all``
-has no answers of its own. With ``step_wise_trajectories`` the lines are steps of answers, so that the mean of their
-scores is another. The training seed, ``trainer.seed``, is in neither file.
+has no answers of its own. With ``step_wise_trajectories`` a line is one step of an answer, and most steps have the
+score 0: such files are refused, because shorter answers would look better. The training seed, ``trainer.seed``, is in
+neither file.
 """
 
 import math
@@ -11,6 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from retrain.errors import UsageError
 from retrain.records.foreign.json_files import first_row, json_rows, number, problem_key
 from retrain.records.foreign.table import Format, MetricFacts, ReadRequest, ResultRow
 from retrain.records.schema.base import Values
@@ -18,6 +20,7 @@ from retrain.records.schema.base import Values
 DIRECTORY = re.compile(r"global_step_(\d{1,12})_evals")
 AGGREGATED = "aggregated_results.jsonl"
 NUMBER = re.compile(r"eval/([^/]+)/(.+)")  # Data source, metric
+SAME = 1e-6  # Tolerance for the mean that SkyRL wrote
 # Columns of the data set that name a problem. Numbers are not used: many data sets number their rows, and the same
 # number is then another problem as soon as the data set is filtered or shuffled.
 ID_KEYS = ("id", "problem_id", "task_id", "instance_id", "question_id")
@@ -37,11 +40,11 @@ def _recognises(path: Path) -> bool:
 def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     match = DIRECTORY.fullmatch(path.parent.name)
     step = int(match[1]) if match else None
+    if path.name != AGGREGATED:
+        if request.needs("score"):
+            yield from _answers(path, step)
+        return
     for line, row in json_rows(path):
-        if path.name != AGGREGATED:
-            value = _score(row.get("score"), f"{path}:{line}: score")
-            yield ResultRow("score", value, step, path.stem, _problem(row), sample=None, line=line)
-            continue
         for key, content in row.items():
             if found := NUMBER.fullmatch(key):
                 source, metric = found.groups()
@@ -51,13 +54,29 @@ def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
                     yield ResultRow("score", value, step, source, line=line)
 
 
+def _answers(path: Path, step: int | None) -> Iterator[ResultRow]:
+    """Yield the scores of all answers. Raises UsageError if ``avg_score`` is not their mean."""
+    total, count = 0.0, 0
+    for line, row in json_rows(path):
+        value = _score(row.get("score"), f"{path}:{line}: score")
+        total, count = total + (math.nan if value is None else value), count + 1
+        yield ResultRow("score", value, step, path.stem, _problem(row), sample=None, line=line)
+    beside = path.with_name(AGGREGATED)
+    average = number(first_row(beside).get(f"eval/{path.stem}/avg_score"), f"{beside}: avg_score")
+    if count and average is not None and abs(total / count - average) > SAME * max(1.0, abs(average)):
+        raise UsageError(
+            f"{path}: the mean of the scores is {total / count:.6g}, but avg_score in {AGGREGATED} is {average:.6g}. "
+            "With step_wise_trajectories a line is not an answer: type --metric avg_score"
+        )
+
+
 def _score(value: object, where: str) -> float | None:
     """Return the score of an answer; rewards of single tokens are summed, as ``avg_score`` does."""
     if not isinstance(value, list):
         return number(value, where)
     rewards = [number(reward, where) for reward in value]
     graded = [reward for reward in rewards if reward is not None]
-    return math.fsum(graded) if graded and len(graded) == len(rewards) else None
+    return sum(graded) if graded and len(graded) == len(rewards) else None
 
 
 def _problem(row: Values) -> str:

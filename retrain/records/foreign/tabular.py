@@ -7,31 +7,34 @@ other names. In wide tables ``ReadRequest.metric`` names the column that holds t
 import csv
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, islice, repeat
 from pathlib import Path
 
-from retrain.errors import NotReadable, UsageError
+from retrain.errors import UsageError
 from retrain.records.foreign.cells import CONVERSIONS, FIELDS, Batch, CellConverter, TableLayout, as_text, layout_of
-from retrain.records.foreign.json_files import json_rows
+from retrain.records.foreign.json_files import json_row, numbered_lines
 from retrain.records.foreign.parquet import parquet_batches
 from retrain.records.foreign.table import CORRECT, Format, MetricFacts, ReadRequest, ResultRow
+from retrain.util.jsonl import LONGEST_LINE
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
-BATCH = 1 << 14  # Rows that are converted at a time
+BATCH, BATCH_SIZE = 1 << 14, 1 << 26  # Rows that are converted at a time, and their characters
 
 
 def csv_batches(path: Path) -> Iterator[Batch]:
     """Yield the columns of a CSV or TSV file as texts. Raises UsageError, with the line, for a row with too many or too
     few values."""
+    csv.field_size_limit(LONGEST_LINE)
     lines = _text_lines(path)
     first = next(lines, "")
     delimiter = max(",;\t", key=re.sub(r'"[^"]*"', "", first).count)
     reader = csv.reader(chain([first], lines), delimiter=delimiter, skipinitialspace=delimiter != "\t", strict=True)
-    rows, numbers, begin = list[list[str]](), list[int](), 1
+    rows, numbers, begin, size = list[list[str]](), list[int](), 1, 0
     try:
         header = [name.strip() for name in next(reader, [])]
-        if twice := next((name for name in header if name and header.count(name) > 1), None):
+        if twice := next((name for name, count in Counter(header).items() if name and count > 1), None):
             raise UsageError(f'{path}:1  names the column "{twice}" twice')
         begin = reader.line_num + 1  # a quoted value may contain line breaks
         for row in reader:
@@ -42,10 +45,11 @@ def csv_batches(path: Path) -> Iterator[Batch]:
             if row:
                 rows.append(row)
                 numbers.append(begin)
+                size += sum(map(len, row))
             begin = reader.line_num + 1
-            if len(rows) == BATCH:
+            if len(rows) == BATCH or size > BATCH_SIZE:
                 yield numbers, dict(zip(header, zip(*rows, strict=True), strict=True))
-                rows, numbers = [], []
+                rows, numbers, size = [], [], 0
     except csv.Error as error:
         raise UsageError(f"{path}:{begin}  is not CSV: {error}") from None
     columns = zip(*rows, strict=True) if rows else repeat((), len(header))
@@ -54,40 +58,46 @@ def csv_batches(path: Path) -> Iterator[Batch]:
 
 def _text_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text file in UTF-8, without a byte-order mark."""
-    number = 0
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path}:{number}  is not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8"
-        ) from None
-    except OSError as error:
-        raise NotReadable(path, error) from None
+    for number, line in numbered_lines(path):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"{path}:{number}  is not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8"
+            ) from None
 
 
-def jsonl_batches(path: Path) -> Iterator[Batch]:
-    """Yield the keys of JSON objects as columns, None where an object lacks the key. Lines are parsed many at a time,
-    which takes a third of the time."""
+def jsonl_batches(path: Path, request: ReadRequest) -> Iterator[Batch]:
+    """Yield the keys of JSON objects that ``request`` needs as columns, None where an object lacks the key. Lines are
+    parsed many at a time, which takes a third of the time."""
     numbered = ((number, line) for number, line in enumerate(_text_lines(path), start=1) if not line.isspace())
     names = dict[str, None]()
-    while batch := list(islice(numbered, BATCH)):
+    while batch := list(_up_to_size(islice(numbered, BATCH))):
         lines, texts = zip(*batch, strict=True)
         try:
             rows = json.loads(f"[{','.join(texts)}]")
         except (ValueError, RecursionError):
             rows = []
         if len(rows) != len(lines) or not all(isinstance(row, dict) for row in rows):
-            rows = [row for _, row in json_rows(path)]  # raises UsageError with the line
+            rows = [json_row(path, number, line) for number, line in batch]
         names.update(dict.fromkeys(chain.from_iterable(rows)))
-        yield lines, {name: [row.get(name) for row in rows] for name in names}
+        needed = {*layout_of(path, list(names), request).columns.values(), *request.where}
+        yield lines, {name: [row.get(name) for row in rows] for name in needed}
+
+
+def _up_to_size(batch: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Yield lines until they have ``BATCH_SIZE`` characters."""
+    size = 0
+    for number, line in batch:
+        yield number, line
+        if (size := size + len(line)) > BATCH_SIZE:
+            return
 
 
 def _batches(path: Path, request: ReadRequest) -> Iterator[Batch]:
     if path.suffix.lower() == ".parquet":
         return parquet_batches(path, request)
-    return csv_batches(path) if path.suffix.lower() in (".csv", ".tsv") else jsonl_batches(path)
+    return csv_batches(path) if path.suffix.lower() in (".csv", ".tsv") else jsonl_batches(path, request)
 
 
 def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
@@ -96,7 +106,7 @@ def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     for lines, cells in _batches(path, request):
         if cells and not lines:
             continue  # only names of columns
-        layout = layout_of(path, cells, request)
+        layout = layout_of(path, list(cells), request)
         mask = _mask(cells, layout, request)
         numbers, columns = list(compress(lines, mask)), []
         for field in FIELDS:

@@ -6,6 +6,7 @@ float32 or, from TensorFlow 2, a tensor without dimensions. A resumed run writes
 may be in the older file too.
 """
 
+import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,10 @@ FILES = "events.out.tfevents.*"
 HEADER, CHECKSUM = struct.Struct("<QI"), struct.Struct("<I")
 
 
+class _NoScalar(Exception):
+    """A tensor without dimensions that does not hold one value of its type."""
+
+
 def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     """Yield one row per scalar. Raises UsageError for two values of one step in the same file: a Trainer with several
     evaluation sets writes ``eval/reward`` of each, and the last must not replace them."""
@@ -36,9 +41,9 @@ def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
         for number, content, checksum in _records(file, path, masked_crc32c):
             try:
                 event = event_pb2.Event.FromString(content)  # pyright: ignore[reportAttributeAccessIssue] (made at import)
-            except DecodeError as error:
+                scalars = list(_scalars(event, request))
+            except (DecodeError, _NoScalar) as error:
                 raise _damaged(path, number) from error
-            scalars = list(_scalars(event, request))
             if scalars and checksum != masked_crc32c(content):  # the checksum of a picture would take seconds
                 raise _damaged(path, number)
             for metric, value in numbers(scalars, request, str(path)):
@@ -53,16 +58,15 @@ def _rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
 def _records(file: BinaryIO, path: Path, crc: Callable[[bytes], int]) -> Iterator[tuple[int, bytes, int]]:
     """Yield (number, content, checksum). An incomplete last record is left out: the file is being written, or its
     writer was killed."""
-    number = 0
+    number, size = 0, os.fstat(file.fileno()).st_size
     while len(header := file.read(HEADER.size)) == HEADER.size:
         number += 1
         length, checksum = HEADER.unpack(header)
         if checksum != crc(header[:8]):
             raise _damaged(path, number)
-        content, ending = file.read(length), file.read(CHECKSUM.size)
-        if len(ending) < CHECKSUM.size:
+        if length + CHECKSUM.size > size - file.tell():
             return
-        yield number, content, CHECKSUM.unpack(ending)[0]
+        yield number, file.read(length), CHECKSUM.unpack(file.read(CHECKSUM.size))[0]
 
 
 def _scalars(event: Any, request: ReadRequest) -> Iterator[tuple[str, float]]:
@@ -76,7 +80,10 @@ def _scalars(event: Any, request: ReadRequest) -> Iterator[tuple[str, float]]:
         if kind == "simple_value":
             yield value.tag, float(str(np.float32(value.simple_value)))
         elif kind == "tensor" and not value.tensor.tensor_shape.dim:
-            content = make_ndarray(value.tensor)
+            try:
+                content = make_ndarray(value.tensor)
+            except (TypeError, ValueError, OverflowError) as error:  # unknown type, or not one value of that type
+                raise _NoScalar from error
             if content.dtype.kind in "fiu":
                 yield value.tag, float(str(content))
 

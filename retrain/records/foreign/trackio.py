@@ -5,7 +5,6 @@ are texts. Table ``configs`` has the settings of each run; the entry ``_Group`` 
 write-ahead log is copied and the copy is read, so that nothing in the directory changes.
 """
 
-import json
 import shutil
 import sqlite3
 import tempfile
@@ -26,10 +25,12 @@ from retrain.records.foreign import (
     integer,
     is_recent,
 )
+from retrain.records.foreign.json_files import first_bytes
 from retrain.records.foreign.table import HELDOUT_SET, Format, ReadRequest, ResultRow
 from retrain.records.foreign.trl import evaluations, rows_by_step
 from retrain.records.schema import layout
 from retrain.records.schema.base import Row
+from retrain.util.jsonl import parse_row
 
 EVALUATION, UPDATES = "eval/", "train/global_step"  # Names of transformers' Trainer
 HEADER = b"SQLite format 3\0"
@@ -148,14 +149,16 @@ def _copied(path: Path, log: Path, copy: Path) -> Path:
 
 
 def _object(text: str | bytes) -> Row:
-    found: Row = json.loads(text)
+    try:
+        found = parse_row(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     texts = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
     return {key: texts.get(value, value) if isinstance(value, str) else value for key, value in found.items()}
 
 
 def _is_database(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return path.suffix == ".db" and file.read(len(HEADER)) == HEADER
+    return path.suffix == ".db" and first_bytes(path).startswith(HEADER)
 
 
 def _result_rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from retrain.errors import UsageError
 from retrain.records.foreign import NO_VERDICT, DirectoryReader, FindFile, ForeignRun, integer
-from retrain.records.foreign.json_files import json_document, numbers
+from retrain.records.foreign.json_files import json_object, numbers
 from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, ReadRequest, ResultRow
 from retrain.records.reader import read_object
 from retrain.records.schema import layout
@@ -121,8 +121,8 @@ def evaluations(
 
 def _result_rows(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     """Yield the numbers of the log; their line is the number of the entry in ``log_history``."""
-    state = json_document(path)
-    if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
+    state = json_object(path)
+    if not isinstance(state.get("log_history"), list):
         raise UsageError(f"{path} is no state of a Trainer: remove its checkpoint, or name another file in path")
     is_done = 0 < integer(state.get("max_steps")) <= integer(state.get("global_step"))
     for row in evaluations(steps_and_lines(state["log_history"]), request, path):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from retrain.errors import UsageError
-from retrain.records.foreign.json_files import first_bytes, json_rows, number
+from retrain.records.foreign.json_files import first_bytes, json_rows, number, step_of
 from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, ReadRequest, ResultRow
 from retrain.records.reader import read_object
 from retrain.records.schema.base import Row
@@ -61,11 +61,11 @@ def _numbers(path: Path) -> Iterator[ResultRow]:
     """Yield prime-rl's averages. If several agents play an environment, the metric is named with the agent."""
     for line, row in json_rows(path):
         found = [(match, value) for name, value in row.items() if (match := AVERAGE.fullmatch(name))]
-        agents = Counter(match["env"] for match, _ in found)
+        agents, where = Counter(match["env"] for match, _ in found), f"{path}:{line}"
+        step, time = step_of(row, where), number(row.get("time"), f"{where}: time")
         for match, value in found:
             metric = match["metric"] if agents[match["env"]] == 1 else f"{match['agent']}/{match['metric']}"
-            average = number(value, f"{path}:{line}: {match[0]}")
-            yield ResultRow(metric, average, row.get("step"), match["env"], time=row.get("time"), line=line)
+            yield ResultRow(metric, number(value, f"{where}: {match[0]}"), step, match["env"], time=time, line=line)
 
 
 def _answers(path: Path, step: int | None) -> Iterator[ResultRow]:
@@ -74,9 +74,9 @@ def _answers(path: Path, step: int | None) -> Iterator[ResultRow]:
             task, env, value = episode["task"], episode["env"], _reward(episode)
             name, problem = str(env.get("name") or env["id"] or HELDOUT_SET), f"{task['key']}:{task['hash']}"
             time = min((trace["timing"]["start"] for trace in episode["traces"]), default=None)
-        except (KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError, OverflowError):
             raise UsageError(f"{path}:{line} is not an episode of verifiers 0.4, with task, env and traces") from None
-        reward = number(value, f"{path}:{line}: {REWARD}")
+        reward, time = number(value, f"{path}:{line}: {REWARD}"), number(time, f"{path}:{line}: start")
         yield ResultRow(REWARD, reward, step, name, problem, sample=None, time=time, line=line)
 
 

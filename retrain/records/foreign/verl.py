@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from retrain.errors import UsageError
-from retrain.records.foreign.json_files import first_row, json_rows, numbers, problem_key
+from retrain.records.foreign.json_files import first_row, json_rows, numbers, problem_key, step_of
 from retrain.records.foreign.table import HELDOUT_SET, Format, MetricFacts, ReadRequest, ResultRow
 from retrain.records.schema import layout
+from retrain.records.schema.base import Row
 
 ANSWER = frozenset({"input", "output", "score", "step"})  # Keys that a line of every answer has
 NO_METRICS = frozenset({"input", "output", "gts", "step", "uid", "request_id"})
-SESSION = re.compile(r"(.+_\d+)_(\d+)")
+SESSION = re.compile(r"(.+_\d+)_(\d{1,9})")
 VALIDATION = re.compile(r"val-(?:core|aux)/(.+)/([^/]+/[^/]+@\d+(?:/[^/]+)?)")  # Data source, metric
 ACCURACY = MetricFacts(higher_is_better=True, unit="share")
 
@@ -41,7 +42,7 @@ def _answers(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
             raise UsageError(f"{path}:{line} is no answer of verl, which has {', '.join(sorted(ANSWER))}")
         match = SESSION.fullmatch(str(row.get("uid")))
         session, index = (match[1], int(match[2])) if match else (str(line), 0)
-        problem, step = problem_key([row["input"], row.get("gts")]), _step(path, line, row["step"])
+        problem, step = problem_key([row["input"], row.get("gts")]), _step(path, line, row)
         answer = ResultRow("", None, step, problem=problem, sample=None, line=line)
         sessions.setdefault(session, {})[index] = answer
         items = ((name, value) for name, value in row.items() if name not in NO_METRICS)
@@ -53,17 +54,15 @@ def _answers(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
             yield last._replace(metric=metric, value=values[last.line].get(metric), problem=first.problem)
 
 
-def _step(path: Path, line: int, step: object) -> int:
-    if step is None and path.stem.isdecimal():
-        return int(path.stem)
-    if not isinstance(step, int):
-        raise UsageError(f"{path}:{line}: step is {step!r}, which is no number of updates")
-    return step
+def _step(path: Path, line: int, row: Row) -> int:
+    """Return the step of an answer, which an older file has in its name alone."""
+    is_named = row["step"] is None and path.stem.isdecimal()
+    return int(path.stem) if is_named else step_of(row, f"{path}:{line}")
 
 
 def _logged(path: Path, request: ReadRequest) -> Iterator[ResultRow]:
     for line, row in json_rows(path, is_growing=True):
-        step, data = _step(path, line, row.get("step")), row.get("data")
+        step, data = step_of(row, f"{path}:{line}"), row.get("data")
         if not isinstance(data, dict):
             raise UsageError(f"{path}:{line} has no data: give the file of verl's logger")
         for key, content in data.items():

@@ -328,10 +328,11 @@ def test_mistakes(write, gather, files, pattern, message):
             r"'own_reader:broken' failed on .*: ValueError: no number \(own_reader.py:\d+\)",
         ),
         ({"format": "own_reader:nothing"}, "has no function 'nothing'"),
+        ({"format": "own_reader:rows"}, "'own_reader:rows' yields value = '0.5', which is no Real"),
     ],
 )
 def test_mistakes_in_the_format(write, gather, options, message):
-    write("grpo_s1.jsonl", row(0.5))
+    write("grpo_s1.jsonl", row("0.5"))
 
     with pytest.raises(RetrainError, match=message):
         gather(Results(path="grpo_s1.jsonl", **options))
@@ -342,6 +343,13 @@ def test_a_file_in_no_known_format(write, gather, tool):
 
     with pytest.raises(UsageError, match=r"grpo_s1.txt is in no known format. Formats: trl, .*; name one by format = "):
         gather(Results(path="grpo_s1.txt"))
+
+
+def test_deep_nesting_is_refused(write, gather, tool):
+    write("grpo_s1/eval.jsonl").write_text("[" * 100_000)
+
+    with pytest.raises(UsageError, match=r"eval.jsonl is nested too deeply"):
+        gather(Results(path="grpo_s1"))
 
 
 def test_a_missing_metric_is_named_with_similar_ones(write, gather):

@@ -149,6 +149,27 @@ def test_damaged_archive_is_named(tmp_path, begin, end):
         list(FORMAT.rows(tmp_path / "log.eval", ReadRequest()))
 
 
+@pytest.mark.parametrize(
+    ("content", "offset", "value", "message"),
+    [
+        ('{"eval": 1}', 24, 0xFFFF_FFF0, r"has more than 1,024 MiB of summaries"),  # the size after decompression
+        ('{"eval": 1}', 8, 1, r"is not a log of inspect"),  # encrypted
+        ('{"eval": 1}', 10, 77, r"is not a log of inspect"),  # another compression
+        ("[]", 24, 2, r"is not a log of inspect"),
+    ],
+)
+def test_archive_that_inspect_did_not_write(tmp_path, content, offset, value, message):
+    """Change a field of the entry in the archive's directory (APPNOTE of PKWARE, 4.3.12)."""
+    with zipfile.ZipFile(tmp_path / "log.eval", "w") as archive:
+        archive.writestr("header.json", content)
+    data = bytearray((tmp_path / "log.eval").read_bytes())
+    begin = data.index(b"PK\x01\x02") + offset
+    data[begin : begin + 4] = value.to_bytes(4, "little")
+    (tmp_path / "log.eval").write_bytes(data)
+    with pytest.raises(UsageError, match=rf"log\.eval {message}"):
+        list(FORMAT.rows(tmp_path / "log.eval", ReadRequest()))
+
+
 def test_log_without_a_task_is_named(tmp_path):
     path = changed(tmp_path, lambda content: content["eval"].pop("task"))
     with pytest.raises(UsageError, match=r"log\.json is not a log of inspect"):

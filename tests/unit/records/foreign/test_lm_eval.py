@@ -76,6 +76,7 @@ def test_directions_are_in_the_file(tmp_path):
     assert FORMAT.facts(SAMPLES) == {"exact_match,*": MetricFacts(True)}
     found = FORMAT.facts(changed(tmp_path, higher_is_better={"a": {"acc": True, "perplexity": False}}))
     assert found == {"acc,*": MetricFacts(True), "perplexity,*": MetricFacts(False)}
+    assert FORMAT.facts(changed(tmp_path, higher_is_better={"a": None})) == {}
 
 
 def test_answers_without_the_file_of_the_run(tmp_path):
@@ -90,6 +91,13 @@ def test_recognises_its_files_alone(tmp_path):
     assert FORMAT.recognises(RESULTS)
     assert FORMAT.recognises(SAMPLES)
     assert not FORMAT.recognises(other)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"results": {"sums": 5}}'])
+def test_results_of_another_shape_are_refused(tmp_path, content):
+    (path := tmp_path / RESULTS.name).write_text(content)
+    with pytest.raises(UsageError, match=r"results_.*json (is no JSON object|has no object \"results\")"):
+        list(FORMAT.rows(path, ReadRequest()))
 
 
 def test_damaged_line_is_named(tmp_path):

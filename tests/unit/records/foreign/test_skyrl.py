@@ -56,10 +56,21 @@ def test_problems_are_named_by_their_id_but_not_by_the_number_of_a_row(tmp_path)
 
 
 def test_scores_that_are_null_or_nan_are_not_graded(tmp_path):
-    scores = [None, float("nan"), [0.5, float("nan")], [], 0.25]
+    scores = [None, float("nan"), 10**400, [0.5, float("nan")], [], 0.25]
 
     rows = answers(tmp_path / "math.jsonl", *({**ANSWER, "score": score} for score in scores))
-    assert [row.value for row in rows] == [None, None, None, None, 0.25]
+    assert [row.value for row in rows] == [None] * 5 + [0.25]
+
+
+def test_steps_of_answers_are_no_answers(tmp_path):
+    """``evaluate_step_wise`` (evaluate.py) writes a line for each step, with the extras of the answer."""
+    shutil.copytree(DUMP, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / ANSWERS.name
+    lines = path.read_text().splitlines(keepends=True)
+
+    with pytest.raises(UsageError, match=r"mean of the scores is 0\.5, but avg_score .* is 0\.625.*--metric avg_score"):
+        answers(path, *lines, {**ANSWER, "score": 0.0})
+    assert not list(FORMAT.rows(path, ReadRequest("avg_score")))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from retrain.config.comparing import Compare, Results
 from retrain.errors import MissingExtra, UsageError
+from retrain.records.foreign import tabular
 from retrain.records.foreign.collect import collect
 from retrain.records.foreign.table import CORRECT, ReadRequest, ResultRow, format_of
 
@@ -125,6 +126,7 @@ def test_times_that_are_no_dates_are_none_and_milliseconds_are_refused(read: Rea
         ("r.jsonl", '{"value": 1, "metric": "acc"}\n\n{"value": \n', "r.jsonl:3 is no JSON object (Expecting value"),
         ("r.jsonl", "[1]\n", "r.jsonl:1 is no JSON object"),
         ("r.jsonl", '{"value": [1], "metric": "acc"}\n', 'r.jsonl:1  column "value" holds "[1]", which is no number'),
+        ("r.jsonl", f'{{"value": 1{"0" * 400}, "metric": "acc"}}\n', "which is not finite"),
         ("r.parquet", "metric,value\n", "r.parquet cannot be read as Parquet"),
     ],
 )
@@ -138,6 +140,27 @@ def test_bad_content_is_refused_with_its_line(read: Reader, name: str, content: 
 @pytest.mark.parametrize("metric", [None, "acc"])
 def test_table_without_rows_has_no_results(read: Reader, metric: str | None):
     assert read("condition,acc\n", request=ReadRequest(metric=metric)) == []
+
+
+@pytest.mark.parametrize("name", ["r.csv", "r.jsonl"])
+def test_long_texts_are_read_in_small_batches(read: Reader, monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setattr(tabular, "BATCH_SIZE", 300_000)
+    text = "x" * 200_000  # longer than the limit of the module csv
+    lines = [
+        f"{text},{value}\n" if name == "r.csv" else f'{{"output": "{text}", "acc": {value}}}\n' for value in range(5)
+    ]
+
+    rows = read("".join(["output,acc\n" if name == "r.csv" else "", *lines]), name, ReadRequest("acc"))
+
+    assert [row.value for row in rows] == [0, 1, 2, 3, 4]
+
+
+def test_times_that_no_date_has_are_refused_in_parquet(tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow")
+    path = parquet(tmp_path / "r.parquet", {"value": [0.5], "time": pyarrow.array([2**30], pyarrow.date32())})
+
+    with pytest.raises(UsageError, match=r"r\.parquet cannot be read as Parquet"):
+        list(format_of("table").rows(path, ReadRequest()))
 
 
 def test_missing_column_is_refused_with_the_line_to_type(read: Reader):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from torch.utils.tensorboard import SummaryWriter
@@ -86,6 +87,24 @@ def test_an_incomplete_last_record_is_left_out(tmp_path, missing):
     path = written(tmp_path, {0: 0.1, 10: 0.2})
     path.write_bytes(path.read_bytes()[:-missing])
     assert [row.value for row in rows(path)] == [0.1]
+
+
+def test_a_length_beyond_the_end_of_the_file_takes_no_memory(tmp_path):
+    path = written(tmp_path, {0: 0.1})
+    length = struct.pack("<Q", 1 << 60)
+    with open(path, "ab") as file:
+        file.write(length + struct.pack("<I", masked_crc32c(length)))
+    assert [row.value for row in rows(path)] == [0.1]
+
+
+def test_a_tensor_without_dimensions_that_has_two_values_is_refused(tmp_path):
+    summary = scalar_pb("eval/reward", 0.25)
+    summary.value[0].tensor.tensor_content = bytes(8)
+    writer = EventFileWriter(str(tmp_path))
+    writer.add_event(Event(step=10, summary=summary))
+    writer.close()
+    with pytest.raises(UsageError, match=r"tfevents.*, record 2 is damaged"):
+        rows(next(tmp_path.glob("events.*")))
 
 
 @pytest.mark.parametrize("place", [0, 8, 40])

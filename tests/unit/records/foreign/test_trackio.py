@@ -4,8 +4,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.pages import trackio_project
+from helpers.trainers import train_line
 
 from retrain.errors import UsageError
 from retrain.records.foreign import ForeignRun
@@ -63,6 +63,16 @@ def test_a_project_that_is_being_written_is_read_with_its_log_and_left_unchanged
     writer.close()
 
 
+@pytest.mark.parametrize("metrics", ["[1]", "[" * 100_000])
+def test_metrics_that_are_no_object_are_refused(tmp_path, metrics):
+    writer = trackio_project(path := tmp_path / "lab.db", RUNS, 1)
+    writer.execute("UPDATE metrics SET metrics = ?", (metrics,))
+    writer.commit()
+    writer.close()
+    with pytest.raises(UsageError, match=r"lab\.db is no project of trackio"):
+        rows(path)
+
+
 def test_a_database_of_another_tool_is_refused(tmp_path):
     (path := tmp_path / "lab.db").write_bytes(b"no database")
     assert not FORMAT.recognises(path)
@@ -106,28 +116,13 @@ def test_a_project_that_trackio_wrote(home):
     assert [row.value for row in found if row.metric == "train/loss"] == [0.5, None, 0.5, None]
 
 
-class Line(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, x, labels):
-        return {"loss": ((x * self.weight - labels) ** 2).mean(), "logits": x * self.weight}
-
-
 @WITH_TRACKIO
 @pytest.mark.filterwarnings("default:::(?!retrain)")
 def test_a_project_that_a_trainer_wrote_with_two_evaluation_sets(home, tmp_path):
-    from transformers import Trainer, TrainingArguments
-
-    points = [{"x": torch.tensor(1.0), "labels": torch.tensor(float(label))} for label in (0, 3)]
-    args = TrainingArguments(
-        output_dir=str(tmp_path / "out"), max_steps=20, eval_strategy="steps", eval_steps=10, logging_steps=10,
-        save_strategy="no", use_cpu=True, report_to=["trackio"], disable_tqdm=True, learning_rate=0.0, seed=7,
-        project="tuning", run_name="sft", trackio_space_id=None,
+    train_line(
+        tmp_path / "out", ["easy", "hard"], max_steps=20, eval_steps=10, logging_steps=10, save_strategy="no",
+        report_to=["trackio"], seed=7, project="tuning", run_name="sft", trackio_space_id=None,
     )  # fmt: skip
-    sets = {"easy": points[:1], "hard": points[1:]}
-    Trainer(model=Line(), args=args, train_dataset=points, eval_dataset=sets).train()  # pyright: ignore[reportArgumentType]
     found = rows(home / "tuning.db", "eval/loss")
     assert [(row.set, row.step, row.value, row.condition, row.seed) for row in found] == [
         ("easy", 10, 0, "sft", 7), ("hard", 10, 9, "sft", 7), ("easy", 20, 0, "sft", 7), ("hard", 20, 9, "sft", 7),

@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Trainer, TrainingArguments
+from helpers.trainers import train_line
 
 from retrain.errors import UsageError
 from retrain.records.foreign import ForeignRun
@@ -85,7 +84,8 @@ def test_a_metric_called_runtime_names_no_set_and_a_line_without_a_step_belongs_
     ("text", "message"),
     [
         ('{"log_history": [', "is not JSON"),
-        ("[]", "is no state of a Trainer"),
+        ("[]", "is no JSON object"),
+        ("{}", "is no state of a Trainer"),
         ('{"log_history": [{"eval_reward": "high", "step": 1}]}', ":1: eval_reward is 'high'"),
     ],
 )
@@ -95,25 +95,11 @@ def test_a_damaged_state_is_refused_with_its_name(tmp_path, text, message):
         list(FORMAT.rows(path, ReadRequest(metric="eval_reward")))
 
 
-class Line(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, x, labels):
-        return {"loss": ((x * self.weight - labels) ** 2).mean(), "logits": x * self.weight}
-
-
 @pytest.mark.filterwarnings("default:::(?!retrain)")
 @pytest.mark.parametrize("means", [{"easy": 0, "easy_runtime": 9}, {"heldout": 4.5}])
 def test_the_state_of_a_real_trainer(tmp_path, means):
-    points = [{"x": torch.tensor(1.0), "labels": torch.tensor(float(label))} for label in (0, 3)]
-    args = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, eval_strategy="steps", eval_steps=1, logging_steps=1, save_steps=1,
-        use_cpu=True, report_to=[], disable_tqdm=True, learning_rate=0.0,
-    )  # fmt: skip
-    sets = dict(zip(means, ([point] for point in points), strict=True)) if len(means) > 1 else points
-    Trainer(model=Line(), args=args, train_dataset=points, eval_dataset=sets).train()  # pyright: ignore[reportArgumentType]
+    names = [*means] if len(means) > 1 else []
+    train_line(tmp_path, names, max_steps=2, eval_steps=1, logging_steps=1, save_steps=1, report_to=[])
     (path,) = FORMAT.choose(sorted(tmp_path.glob("checkpoint-*/trainer_state.json")))
     assert values(path, "eval_loss") == {(name, "eval_loss", step): means[name] for name in means for step in (1, 2)}
     assert {row.state for row in FORMAT.rows(path, ReadRequest())} == {"done"}

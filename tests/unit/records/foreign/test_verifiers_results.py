@@ -114,3 +114,11 @@ def test_damaged_line_is_named(tmp_path):
     path.write_text('{"id": "a", "env": {}}\n')
     with pytest.raises(UsageError, match=r"traces\.jsonl:1 is not an episode of verifiers"):
         list(FORMAT.rows(path, ReadRequest()))
+
+
+@pytest.mark.parametrize(("key", "value"), [("step", "x"), ("step", 1.5), ("time", "today")])
+def test_steps_and_times_are_numbers(tmp_path, key, value):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 1, "time": 2.0, "eval/math/all/solver/avg@1": 0.5, key: value}))
+    with pytest.raises(UsageError, match=rf"metrics\.jsonl:1: {key} is {value!r}, which is no number"):
+        list(FORMAT.rows(path, ReadRequest()))
