@@ -251,23 +251,29 @@ class _ConditionBuilder:
         improvement = bootstrap_interval(
             (values, of_baseline), np.random.default_rng(0), probability_of_improvement, resamples=2_000
         )
-        ends = ends_of(analysis, measure)
-        level = 1.0 - ALPHA / self.comparisons
-        wider = self.scores.new_problems_interval(condition.label, baseline.label, level, resolution)
         outliers = outlier_places(differences, typical, self.margin)
         return replace(
             condition,
             difference=float(np.mean(differences)),
             typical_difference=typical,
-            difference_interval=ends,
-            difference_new_problems=None
-            if wider is None or ends is None
-            else _bounds(_around(possible(wider, measure), ends)),
+            difference_interval=ends_of(analysis, measure),
+            difference_new_problems=self._new_problems(condition.label, baseline.label, ends_of(analysis, measure)),
             differences=differences.tolist(),
             iqm_difference=_iqm(differences, measure, resolution),
             probability_of_improvement=_bootstrapped(improvement, len(pairs)),
             outlier_seeds=[OutlierSeed(pairs[index][0], float(differences[index]) - typical) for index in outliers],
         )
+
+    def _new_problems(self, label: str, baseline: str, ends: Sequence[float] | None) -> Bounds | None:
+        """Return the interval for new problems, extended to contain ``ends``, the interval for these problems."""
+        level, resolution = 1.0 - ALPHA / self.comparisons, _resolution(self.paired.runs, self.measure)
+        interval = self.scores.new_problems_interval(label, baseline, level, resolution)
+        if interval is None or ends is None:
+            return None
+        interval = possible(interval, self.measure)
+        if interval.low is None or interval.high is None:
+            return _bounds(interval)
+        return Bounds(interval.estimate, min(interval.low, ends[0]), max(interval.high, ends[1]))
 
 
 def condition_level(label: str, runs: Sequence[RunResult], measure: Measure) -> ConditionComparison:
@@ -304,7 +310,7 @@ def _summary(label: str, results: Mapping[Pair, tuple[RunResult, float]], measur
         after_values=values,
         before=_mean(before),
         after_mean=mean.estimate if mean else None,
-        interval=_ends(mean) if mean else None,
+        interval=mean.ends if mean else None,
     )
 
 
@@ -324,18 +330,7 @@ def possible(interval: Interval, measure: Measure, *, level: bool = False) -> In
 def ends_of(analysis: Analysis, measure: Measure) -> list[float] | None:
     if analysis.typical is None:
         return None
-    return _ends(possible(Interval(analysis.typical, analysis.low, analysis.high), measure))
-
-
-def _ends(interval: Interval) -> list[float] | None:
-    return None if interval.low is None or interval.high is None else [interval.low, interval.high]
-
-
-def _around(wider: Interval, ends: Sequence[float]) -> Interval:
-    """Extend an interval for new problems so that it contains ``ends``, the interval for these problems."""
-    if wider.low is None or wider.high is None:
-        return wider
-    return Interval(wider.estimate, min(wider.low, ends[0]), max(wider.high, ends[1]))
+    return possible(Interval(analysis.typical, analysis.low, analysis.high), measure).ends
 
 
 def _bounds(interval: Interval) -> Bounds:
