@@ -17,7 +17,7 @@ from retrain.verdicts.export import export as export_campaign
 from retrain.verdicts.lock import declare as write_lock
 from retrain.verdicts.lock import lock_note, read_lock, standing_of
 from retrain.verdicts.pooling import compare_directories
-from retrain.verdicts.report import write_foreign_report
+from retrain.verdicts.report import write_campaign
 from retrain.verdicts.tables import judge_tables
 
 
@@ -144,7 +144,7 @@ def _compare_others(file: ComparisonFile, path: Path | None, name: str, as_json:
     notes = [lock_note(lock, file, tables)] if lock else []
     judged = judge_tables(tables, file.compare, standing_of(lock, file, tables), notes)
     if report is not None:
-        write_foreign_report(campaign_of_tables(name, judged), report)
+        write_campaign(campaign_of_tables(name, judged), report, "--report")
     print_report(judged.comparison.to_json(), as_json, lambda row: print_comparison(row, secondary=True))
     if report is not None and not as_json:
         print(report)

@@ -9,10 +9,11 @@ from retrain.cli.arguments import FILE, RUN_DIRECTORY, SETS, option, output_path
 from retrain.config.comparing import is_comparison_file, load_comparison
 from retrain.errors import plural
 from retrain.records.foreign.collect import collect
+from retrain.verdicts.declaration import Standing
 from retrain.verdicts.design import verdict_lines
 from retrain.verdicts.lock import lock_path
 from retrain.verdicts.report import write_report
-from retrain.verdicts.table_measure import table_measure
+from retrain.verdicts.tables import judge_tables
 
 
 def check(file: Path = FILE, sets: list[str] | None = SETS) -> None:
@@ -35,10 +36,8 @@ def _check_comparison(path: Path, sets: Sequence[str] | None) -> None:
     if not tables:
         print(f"{path}: fine, and there are no results yet")
         return
-    conditions = plural(len({table.condition for table in tables}), "condition")
-    tools = " and ".join(sorted({table.tool for table in tables if table.tool}))
-    measure, _ = table_measure(tables, file.compare)
-    print(f"{path}: fine, {plural(len(tables), 'run')} of {conditions}, metric {measure.name} of {tools}")
+    comparison, _, measure = judge_tables(tables, file.compare, Standing())
+    print(f"{path}: fine, {comparison.read[0]}; metric {measure.name}")
 
 
 def report(

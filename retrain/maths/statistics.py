@@ -40,6 +40,10 @@ class Interval:
     low: float | None  # None where no interval exists
     high: float | None
 
+    @property
+    def ends(self) -> list[float] | None:
+        return None if self.low is None or self.high is None else [self.low, self.high]
+
 
 # Evaluations: the problem is the unit
 

@@ -28,10 +28,8 @@ SHOWN = {
 
 
 def visible(text: str) -> str:
-    """Replace every control, direction or invisible character and lone surrogate by a visible mark.
-
-    One character becomes one character, so that positions in the text do not change. Does not escape HTML.
-    """
+    """Replace every control, direction or invisible character and lone surrogate by one visible character. Does not
+    escape HTML."""
     return text if text.isascii() and text.isprintable() else text.translate(SHOWN)
 
 
@@ -111,8 +109,7 @@ def probability(p: float) -> str:
 
 def p_words(p: float) -> str:
     """Format a p-value for a sentence: `p = 0.017`, or `p < 0.0001`."""
-    said = probability(p)
-    return f"p {said}" if said.startswith("<") else f"p = {said}"
+    return f"p {'= ' if p >= 1e-4 else ''}{probability(p)}"
 
 
 def count(number: float) -> str:

@@ -33,16 +33,7 @@ from retrain.records.schema.comparison import (
 from retrain.verdicts.audited import audited
 from retrain.verdicts.declaration import DECLARED, EXPLORATORY, INTERIM, DeclaredRule, Standing
 from retrain.verdicts.problem_scores import ProblemScores
-from retrain.verdicts.results import (
-    Measure,
-    Pair,
-    RunResult,
-    finished_of,
-    first_set,
-    last3_notes,
-    require_measure,
-    values_of,
-)
+from retrain.verdicts.results import Measure, Pair, RunResult, finished_of, last3_notes, values_of
 from retrain.verdicts.rule import ALPHA, FEWEST_PAIRS, Analysis, interim_seeds, judge, outlier_places
 from retrain.verdicts.wording import missing_words, sentence, verdict
 
@@ -51,94 +42,66 @@ MIN_BOOTSTRAP_SEEDS = 8
 SECONDARY = ("final", "auc", "last3")
 NO_RULE, ALL_DECLARED = DeclaredRule(), Standing()
 Floats = NDArray[np.float64]
-# Returns the conditions, the baseline first, with verdicts
-Design = Callable[[Sequence[RunResult], Sequence[str], Measure, Standing], list[ConditionComparison]]
 
 
-def compare_runs(
+def compare_pairs(
     runs: Sequence[RunResult],
     labels: Sequence[str],
-    *,
-    metric: str | Measure | None = None,
-    baseline: str | None = None,
-    margin: float | None = None,
-    warnings: Sequence[str] = (),
+    measure: Measure,
     rule: DeclaredRule = NO_RULE,
     standing: Standing = ALL_DECLARED,
-    design: Design | None = None,
+    warnings: Sequence[str] = (),
 ) -> Comparison:
-    """Compare the conditions ``labels`` by their runs, paired by seed. The baseline is by default the first label.
-
-    ``metric`` is a measure, or a text for ``Measure.parse``; the default is the final held-out accuracy, or without
-    held-out evaluations the correct rate of training. ``margin`` and ``rule`` are as the campaign declared them;
-    ``standing`` decides whether verdicts may be given. ``design`` compares the conditions in another way than by pairs
-    of seeds, without secondary measures. ``warnings`` come first among the warnings of the result. Raises UsageError
-    for an unknown metric or baseline.
-    """
-    first = baseline_of(baseline, labels)
-    order = [first, *(label for label in labels if label != first)]
-    measure = _measure(metric, runs)
-    if design is not None:
-        conditions, secondary = design(runs, order, measure, standing), []
-    else:
-        conditions = _conditions(_PairedRuns.of(runs, order, measure), rule, standing, margin)
-        secondary = _secondary_measures(measure, runs)
-    status = next((name for name in (EXPLORATORY, INTERIM) if name in [each.standing for each in conditions]), DECLARED)
+    """Compare the conditions ``labels``, the baseline first, by pairs of runs with one seed. ``standing`` decides
+    whether verdicts may be given. ``warnings`` come first among the warnings of the result."""
+    paired = _PairedRuns.of(runs, labels, measure)
+    builder = _ConditionBuilder(paired, rule, standing)
+    conditions = [replace(condition_level(labels[0], runs, measure), verdict="baseline")]
+    analyses = [paired.analyses(rule, standing.added)]
+    if not standing.reasons:
+        analyses += [case.analyses(rule, standing.added) for case in paired.extremes()]
+    for label, *of_label in zip(labels[1:], *analyses, strict=True):
+        conditions.append(builder.condition(label, conditions[0], *of_label))
     interim = {condition.label for condition in conditions if condition.standing == INTERIM}
-    notes = [*warnings, *_warnings(conditions, measure, is_default=metric is None), *_graded(runs, measure)]
-    if rule.earlier:
-        notes.append(f"Declared under the rule of {rule.earlier}; judged by the present rule.")
-    notes += last3_notes(measure, runs)
-    notes += [f"{audit.sentence}." for audit in audited(runs, order) if audit.standing == "hacked"]
+    return replace(
+        comparison_of(conditions, runs, measure, warnings),
+        margin=rule.margin,
+        secondary=[_secondary(runs, labels, other, interim) for other in _secondary_measures(measure, runs)],
+    )
+
+
+def comparison_of(
+    conditions: Sequence[ConditionComparison], runs: Sequence[RunResult], measure: Measure, warnings: Sequence[str]
+) -> Comparison:
+    """Return the comparison that consists of these conditions, the baseline first, with all warnings."""
+    baseline, *family = (condition.label for condition in conditions)
+    standings = {condition.standing for condition in conditions}
+    hacked = [f"{audit.sentence}." for audit in audited(runs, [baseline, *family]) if audit.standing == "hacked"]
+    notes = [*warnings, *_few_pairs(conditions), *_graded(runs, measure), *last3_notes(measure, runs), *hacked]
     return Comparison(
         format=3,
         metric=measure.key,
         summary=measure.summary,
         share=measure.is_share,
-        baseline=first,
-        family=order[1:],
-        margin=margin,
+        baseline=baseline,
+        family=family,
+        margin=None,
         pairs_needed=FEWEST_PAIRS,
-        conditions=conditions,
-        secondary=[_secondary(runs, order, other, interim) for other in secondary],
-        standing=status,
+        conditions=list(conditions),
+        secondary=[],
+        standing=next((name for name in (EXPLORATORY, INTERIM) if name in standings), DECLARED),
         failed=[run.run_id for run in runs if run.state == "failed"],
         warnings=notes,
         note=" ".join([*notes, *missing_words([run for condition in conditions for run in condition.missing])]),
     )
 
 
-def _measure(metric: str | Measure | None, runs: Sequence[RunResult]) -> Measure:
-    if isinstance(metric, Measure):
-        return metric
-    if metric is None and any(run.rows for run in runs) and not any(run.evaluations for run in runs):
-        measure = Measure("final", "correct_rate")
-    else:
-        measure = Measure.parse(metric or "final", first_set(runs))
-    require_measure(measure, runs)
-    return measure
-
-
-def baseline_of(name: str | None, labels: Sequence[str]) -> str:
-    """Return the label of the condition with this name, by default the first one. Raises UsageError."""
-    label = find_label(name, labels) if name else labels[0]
-    if label is None:
+def baseline_first(labels: Sequence[str], name: str | None) -> list[str]:
+    """Return the labels, first that of the condition ``name`` (None: the first one). Raises UsageError."""
+    first = find_label(name, labels) if name else labels[0]
+    if first is None:
         raise UsageError(f"no condition {name}: the conditions are {', '.join(map(condition_name, labels))}")
-    return label
-
-
-def _conditions(
-    paired: "_PairedRuns", rule: DeclaredRule, standing: Standing, margin: float | None
-) -> list[ConditionComparison]:
-    """Return all conditions, the baseline first, with verdicts and whether missing seeds could change them."""
-    first, *labels = paired.labels
-    compared = _ConditionBuilder(paired, rule, standing, margin)
-    baseline = compared.baseline(first)
-    analyses = [paired.analyses(rule, standing.added, margin)]
-    if not standing.reasons:
-        analyses += [case.analyses(rule, standing.added, margin) for case in paired.extremes()]
-    others = zip(labels, *analyses, strict=True)
-    return [baseline, *(compared.condition(label, baseline, *of_label) for label, *of_label in others)]
+    return [first, *(label for label in labels if label != first)]
 
 
 @dataclass(frozen=True)
@@ -171,13 +134,13 @@ class _PairedRuns:
     def seeds(self) -> list[int]:
         return [seed for _, seed in self.pairs]
 
-    def analyses(self, rule: DeclaredRule, added: Collection[str], margin: float | None) -> list[Analysis]:
+    def analyses(self, rule: DeclaredRule, added: Collection[str]) -> list[Analysis]:
         """Judge the declared conditions as one family, and each added condition in the family of all conditions."""
         seen = self._seen_at_interim(rule)
-        analyses = judge(self.differences, seen, margin)
+        analyses = judge(self.differences, seen, rule.margin)
         declared = [row for row, label in enumerate(self.labels[1:]) if label not in added]
         if 0 < len(declared) < len(analyses):
-            of_declared = judge(self.differences[declared], None if seen is None else seen[declared], margin)
+            of_declared = judge(self.differences[declared], None if seen is None else seen[declared], rule.margin)
             for row, analysis in zip(declared, of_declared, strict=True):
                 analyses[row] = analysis
         return analyses
@@ -219,57 +182,60 @@ class _PairedRuns:
 
 
 class _ConditionBuilder:
-    def __init__(self, paired: _PairedRuns, rule: DeclaredRule, standing: Standing, margin: float | None):
-        self.paired, self.rule, self.standing, self.margin = paired, rule, standing, margin
+    def __init__(self, paired: _PairedRuns, rule: DeclaredRule, standing: Standing):
+        self.paired, self.standing, self.margin = paired, standing, rule.margin
         self.measure, self.comparisons = paired.measure, len(paired.labels) - 1
         self.scores = ProblemScores(paired.runs, paired.measure)
-
-    def baseline(self, label: str) -> ConditionComparison:
-        return replace(self._level(label), verdict="baseline")
-
-    def _level(self, label: str) -> ConditionComparison:
-        return condition_level(label, self.paired.runs, self.measure)
+        campaign = next((run.config["campaign"] for run in paired.runs if run.config.get("campaign")), {})
+        self.varied = str(campaign.get("vary", "all"))
 
     def condition(
         self, label: str, baseline: ConditionComparison, analysis: Analysis, *worst: Analysis
     ) -> ConditionComparison:
         """Return a condition with its comparison and verdict; ``worst``: its analyses in the cases of ``extremes``."""
         runs, measure = self.paired.runs, self.measure
-        condition = self._level(label)
-        is_decided = not analysis.is_final
         standing = self.standing.of(label, baseline.label, runs, self.paired.seeds[: analysis.seeds])
         pairs = _pairs(label, baseline.label, runs, measure)
-        is_interim = standing.name == INTERIM
-        has_p = len(pairs) >= FEWEST_PAIRS and not is_interim
+        has_enough, is_interim = len(pairs) >= FEWEST_PAIRS, standing.name == INTERIM
         is_robust = analysis.is_decided and bool(worst) and {case.outcome for case in worst} == {analysis.outcome}
+        condition = condition_level(label, runs, measure)
         condition = replace(
             condition,
             pairs=len(pairs),
             paired_seeds=[seed for seed, _, _ in pairs],
             pairs_needed=FEWEST_PAIRS,
-            p_value=analysis.p if has_p else None,
-            decided_after=analysis.pairs if is_decided else None,
+            p_value=analysis.p if has_enough and not is_interim else None,
+            decided_after=None if analysis.is_final else analysis.pairs,
             standing=standing.name,
             standing_reasons=standing.reasons,
             pairs_planned=standing.pairs_planned,
-            missing_could_change=not is_robust if is_interim and len(pairs) >= FEWEST_PAIRS else None,
+            missing_could_change=not is_robust if has_enough and is_interim else None,
+            cost_ratio=_ratio(condition.seconds_per_run, baseline.seconds_per_run),
         )
-        if condition.seconds_per_run is not None and baseline.seconds_per_run:
-            condition = replace(condition, cost_ratio=condition.seconds_per_run / baseline.seconds_per_run)
         if pairs:
             condition = self._differences(condition, baseline, pairs, analysis)
-        if analysis.outcome == "alike" and self.margin is not None:
-            rate = 1 - (ALPHA / (self.comparisons + 1)) ** (1 / analysis.pairs)
-            condition = replace(
-                condition,
-                unseen_collapse_rate=rate,
-                mean_difference_bound=_mean_bound(condition, baseline, self.margin, rate, measure),
-            )
+        if analysis.outcome == "alike":
+            condition = self._unseen_collapses(condition, baseline, analysis.pairs)
         condition = replace(condition, verdict=verdict(condition, analysis.outcome, measure))
-        campaign = next((run.config["campaign"] for run in runs if run.config.get("campaign")), {})
-        varied = str(campaign.get("vary", "all"))
-        text = sentence(condition, baseline, measure, comparisons=self.comparisons, margin=self.margin, varied=varied)
+        text = sentence(
+            condition, baseline, measure, comparisons=self.comparisons, margin=self.margin, varied=self.varied
+        )
         return replace(condition, sentence=text)
+
+    def _unseen_collapses(
+        self, condition: ConditionComparison, baseline: ConditionComparison, pairs: int
+    ) -> ConditionComparison:
+        """Add the rate of collapses to the level before training that ``pairs`` pairs without one leave open, and how
+        far the means then differ at most."""
+        rate = 1 - (ALPHA / (self.comparisons + 1)) ** (1 / pairs)
+        sign = -1.0 if self.measure.higher_is_better is False else 1.0
+        gains = [
+            sign * (level.after_mean - level.before)
+            for level in (condition, baseline)
+            if level.after_mean is not None and level.before is not None
+        ]
+        bound = (self.margin or 0.0) + rate * max(0.0, *gains) if gains else None
+        return replace(condition, unseen_collapse_rate=rate, mean_difference_bound=bound)
 
     def _differences(
         self,
@@ -285,23 +251,29 @@ class _ConditionBuilder:
         improvement = bootstrap_interval(
             (values, of_baseline), np.random.default_rng(0), probability_of_improvement, resamples=2_000
         )
-        ends = ends_of(analysis, measure)
-        level = 1.0 - ALPHA / self.comparisons
-        wider = self.scores.new_problems_interval(condition.label, baseline.label, level, resolution)
         outliers = outlier_places(differences, typical, self.margin)
         return replace(
             condition,
             difference=float(np.mean(differences)),
             typical_difference=typical,
-            difference_interval=ends,
-            difference_new_problems=None
-            if wider is None or ends is None
-            else _bounds(_around(possible(wider, measure), ends)),
+            difference_interval=ends_of(analysis, measure),
+            difference_new_problems=self._new_problems(condition.label, baseline.label, ends_of(analysis, measure)),
             differences=differences.tolist(),
             iqm_difference=_iqm(differences, measure, resolution),
             probability_of_improvement=_bootstrapped(improvement, len(pairs)),
             outlier_seeds=[OutlierSeed(pairs[index][0], float(differences[index]) - typical) for index in outliers],
         )
+
+    def _new_problems(self, label: str, baseline: str, ends: Sequence[float] | None) -> Bounds | None:
+        """Return the interval for new problems, extended to contain ``ends``, the interval for these problems."""
+        level, resolution = 1.0 - ALPHA / self.comparisons, _resolution(self.paired.runs, self.measure)
+        interval = self.scores.new_problems_interval(label, baseline, level, resolution)
+        if interval is None or ends is None:
+            return None
+        interval = possible(interval, self.measure)
+        if interval.low is None or interval.high is None:
+            return _bounds(interval)
+        return Bounds(interval.estimate, min(interval.low, ends[0]), max(interval.high, ends[1]))
 
 
 def condition_level(label: str, runs: Sequence[RunResult], measure: Measure) -> ConditionComparison:
@@ -338,7 +310,7 @@ def _summary(label: str, results: Mapping[Pair, tuple[RunResult, float]], measur
         after_values=values,
         before=_mean(before),
         after_mean=mean.estimate if mean else None,
-        interval=_ends(mean) if mean else None,
+        interval=mean.ends if mean else None,
     )
 
 
@@ -355,35 +327,10 @@ def possible(interval: Interval, measure: Measure, *, level: bool = False) -> In
     return Interval(interval.estimate, max(interval.low, least), min(interval.high, 1.0))
 
 
-def _mean_bound(
-    condition: ConditionComparison, baseline: ConditionComparison, margin: float, rate: float, measure: Measure
-) -> float | None:
-    """Return the largest difference of the means if typical runs differ by at most ``margin`` and a share ``rate`` of
-    a condition's runs falls back to the accuracy before training; None if that accuracy is unknown."""
-    sign = -1.0 if measure.higher_is_better is False else 1.0
-    gains = [
-        sign * (level.after_mean - level.before)
-        for level in (condition, baseline)
-        if level.after_mean is not None and level.before is not None
-    ]
-    return margin + rate * max(0.0, *gains) if gains else None
-
-
 def ends_of(analysis: Analysis, measure: Measure) -> list[float] | None:
     if analysis.typical is None:
         return None
-    return _ends(possible(Interval(analysis.typical, analysis.low, analysis.high), measure))
-
-
-def _ends(interval: Interval) -> list[float] | None:
-    return None if interval.low is None or interval.high is None else [interval.low, interval.high]
-
-
-def _around(wider: Interval, ends: Sequence[float]) -> Interval:
-    """Extend an interval for new problems so that it contains ``ends``, the interval for these problems."""
-    if wider.low is None or wider.high is None:
-        return wider
-    return Interval(wider.estimate, min(wider.low, ends[0]), max(wider.high, ends[1]))
+    return possible(Interval(analysis.typical, analysis.low, analysis.high), measure).ends
 
 
 def _bounds(interval: Interval) -> Bounds:
@@ -392,6 +339,10 @@ def _bounds(interval: Interval) -> Bounds:
 
 def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
+
+
+def _ratio(value: float | None, of: float | None) -> float | None:
+    return None if value is None or not of else value / of
 
 
 def _resolution(runs: Sequence[RunResult], measure: Measure) -> float:
@@ -482,14 +433,11 @@ def _graded(runs: Sequence[RunResult], measure: Measure) -> list[str]:
     ]
 
 
-def _warnings(conditions: Sequence[ConditionComparison], measure: Measure, *, is_default: bool) -> list[str]:
-    notes = []
-    if is_default and not any(condition.held_out for condition in conditions) and not measure.is_held_out:
-        notes.append("No held-out evaluation was asked for ([evaluation] problems = 0); training rewards are compared.")
+def _few_pairs(conditions: Sequence[ConditionComparison]) -> list[str]:
     pairs = max((condition.pairs for condition in conditions[1:]), default=0)
-    if 0 < pairs < FEWEST_PAIRS:
-        notes.append(
-            f"With {plural(pairs, 'paired seed')} the smallest p-value any difference can reach is "
-            f"{2.0 ** (1 - pairs):.3g}: a verdict needs {FEWEST_PAIRS} or more."
-        )
-    return notes
+    if not 0 < pairs < FEWEST_PAIRS:
+        return []
+    return [
+        f"With {plural(pairs, 'paired seed')} the smallest p-value any difference can reach is "
+        f"{2.0 ** (1 - pairs):.3g}: a verdict needs {FEWEST_PAIRS} or more."
+    ]

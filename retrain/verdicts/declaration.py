@@ -36,6 +36,8 @@ class DeclaredRule:
     interim: InterimAnalysis | None = None
     # Settings of an earlier version's rule under which the campaign was declared, as text; "" for the present rule
     earlier: str = ""
+    # Equivalence margin; None if none was declared for the metric that is compared
+    margin: float | None = None
 
     @classmethod
     def of(cls, declared: Values, interim: Values | None) -> "DeclaredRule":

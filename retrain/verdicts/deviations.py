@@ -20,7 +20,6 @@ from retrain.util.text import percent
 SAME_RATE = 1e-6  # Rounding tolerance between a recorded accuracy and the mean of its grades
 CHECKED_RUNS = 4096
 NAMED_RUNS = 4
-UNSEALED = "Not sealed: the runs were recorded without hashes, so that a change of their evaluations would not be seen."
 
 
 @lru_cache(CHECKED_RUNS)
@@ -110,3 +109,12 @@ def _run_deviations(directory: Path, entry: RunEntry, declared: Values, config: 
         run = directory / entry.path
         clauses += _contradictions(run, (stamp_of(run / EVALS), stamp_of(run / EVALUATIONS)), seal)
     return clauses
+
+
+def seal_notes(manifest: Values) -> list[str]:
+    """Return a warning if a finished run has no hashes of its evaluations."""
+    if all(row["state"] != "done" or row.get("seal") for row in manifest["runs"]):
+        return []
+    return [
+        "Not sealed: the runs were recorded without hashes, so that a change of their evaluations would not be seen."
+    ]

@@ -70,12 +70,11 @@ def export(directory: Path, target: Path) -> list[str]:
 
 def _declaration(source: Source, measure: Measure, margin: float | None) -> Row:
     """Return the section [compare] as plain data."""
-    sets = {name for run in source.runs for name in run.set_names}
-    summary = "" if measure.summary == "final" else f"{measure.summary}:"
-    set_name = TRAINING if not measure.is_held_out else measure.held_out if len(sets) > 1 else ""
-    steps = {*(source.declared.get("max_steps") or {}).values()}
+    has_sets = len({name for run in source.runs for name in run.set_names}) > 1
+    set_name = [measure.held_out or TRAINING] if has_sets or not measure.is_held_out else []
+    metric, steps = "/".join([*set_name, _metric(measure)]), _max_steps(source)
     compare = {
-        "metric": f"{summary}{set_name}{'/' if set_name else ''}{_metric(measure)}",
+        "metric": metric if measure.summary == "final" else f"{measure.summary}:{metric}",
         "higher_is_better": measure.higher_is_better or None,
         "unit": "share" if measure.is_share else "number",
         "baseline": condition_name(source.labels[0]),
@@ -85,6 +84,11 @@ def _declaration(source: Source, measure: Measure, margin: float | None) -> Row:
         "equivalence_margin": margin,
     }
     return {key: value for key, value in compare.items() if value is not None}
+
+
+def _max_steps(source: Source) -> set[int]:
+    """Return the declared numbers of steps of all conditions."""
+    return {*(source.declared.get("max_steps") or {}).values()}
 
 
 def _metric(measure: Measure) -> str:
@@ -102,6 +106,8 @@ def _losses(source: Source, measure: Measure) -> list[str]:
         losses.append(f'note: the runs were trained with vary = "{vary}", which the table does not say')
     if not measure.is_held_out:
         losses.append(f"note: {measure.name} is a number of training: the table has one value for each run")
+    if len(_max_steps(source)) > 1 and measure.summary != "auc":
+        losses.append("note: conditions were declared with different numbers of steps: compare refuses the table")
     return losses
 
 

@@ -35,9 +35,8 @@ def model_conditions(
         if label in scores and baseline in scores:
             differences = [scores[label][problem] - score for problem, score in scores[baseline].items()]
             gain = _mean_difference(differences, 1.0 - ALPHA / len(others), share=measure.is_share)
-            ends = None if gain.low is None or gain.high is None else [gain.low, gain.high]
             condition = replace(
-                condition, difference=gain.estimate, typical_difference=gain.estimate, difference_interval=ends
+                condition, difference=gain.estimate, typical_difference=gain.estimate, difference_interval=gain.ends
             )
         condition = replace(condition, verdict=models_verdict(condition, measure))
         problems = len(scores.get(baseline, ()))
@@ -47,10 +46,8 @@ def model_conditions(
 
 
 def _with_interval(level: ConditionComparison, scores: Mapping[str, float], measure: Measure) -> ConditionComparison:
-    interval = bounded_mean_interval(list(scores.values()), 0.0, 1.0) if measure.is_share else None
-    if interval is None or interval.low is None or interval.high is None:
-        return level
-    return replace(level, interval=[interval.low, interval.high])
+    ends = bounded_mean_interval(list(scores.values()), 0.0, 1.0).ends if measure.is_share else None
+    return replace(level, interval=ends or level.interval)
 
 
 def _mean_difference(differences: Sequence[float], level: float, *, share: bool) -> Interval:

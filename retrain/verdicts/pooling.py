@@ -20,14 +20,23 @@ from retrain.records.registry import history
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import CampaignDeclaration, RunEntry
 from retrain.records.schema.layout import COMPARISON, MANIFEST
-from retrain.verdicts.comparison import baseline_of, compare_runs
+from retrain.verdicts.comparison import baseline_first, compare_pairs
 from retrain.verdicts.declaration import EARLIER_RULE_KEYS, DeclaredRule, Standing, pooled, standing
-from retrain.verdicts.deviations import UNSEALED, declared_entries, deviations
+from retrain.verdicts.deviations import declared_entries, deviations, seal_notes
 from retrain.verdicts.planning import follow_up
-from retrain.verdicts.results import Measure, RunResult, first_set, read_run, require_evaluations, value_text
+from retrain.verdicts.results import (
+    Measure,
+    RunResult,
+    first_set,
+    read_run,
+    require_evaluations,
+    require_measure,
+    value_text,
+)
 
 SAMPLING = ("samples", "temperature", "max_tokens", "top_p", "top_k", "min_p")
 NAMED_KEYS = 4
+TRAINING_COMPARED = "No held-out evaluation was asked for ([evaluation] problems = 0); training rewards are compared."
 
 Reader = Callable[[Path, RunEntry], RunResult]
 
@@ -103,9 +112,10 @@ def compare_directories(
 ) -> Row:
     """Compare the runs of these campaigns and single runs. Return the ``Comparison`` as JSON, with ``directories``.
 
-    ``metric`` (a text for ``Measure.parse``) defaults to the declared metric of the first campaign, ``baseline`` (a
-    condition's name) to the first condition. ``read`` reads a run's files. Raises UsageError for a directory that is no
-    campaign or run, an unknown baseline, and runs with different held-out problems or sampling settings.
+    ``metric`` (a text for ``Measure.parse``) defaults to the declared metric of the first campaign (accuracy: that of
+    training if there are no held-out evaluations), ``baseline`` (a condition's name) to the first condition.
+    ``read`` reads a run's files. Raises UsageError for a directory that is no campaign or run, an unknown metric or
+    baseline, and runs with different held-out problems or sampling settings.
     """
     directories = list({path.resolve(): path for path in directories}.values())
     names = _names(directories)
@@ -120,22 +130,32 @@ def compare_directories(
         _require_same_evaluation(pool.sources, compared.held_out)
     warnings = [*pool.notes, *pool.disagreements(primary, metric), *_keep_apart(pool.sources)]
     runs, repeats = _without_repeats(runs)
-    labels = pool.labels
-    first = baseline_of(baseline, labels)
+    warnings += [*repeats, *_differences(runs)]
+    labels = baseline_first(pool.labels, baseline)
+    measure = compared
+    if metric is None and primary == "final" and _has_training_only(runs):
+        measure = Measure("final", "correct_rate")
+        warnings.append(TRAINING_COMPARED)
+    require_measure(measure, runs)
     has_margin = len(pool.margins) == 1 and compared.key == declared.key
-    comparison = compare_runs(
+    rule = pool.rule(as_declared=compared == declared and labels == pool.labels)
+    if rule.earlier:
+        warnings.append(f"Declared under the rule of {rule.earlier}; judged by the present rule.")
+    comparison = compare_pairs(
         runs,
         labels,
-        metric=metric or (None if primary == "final" else primary),
-        baseline=first,
-        margin=next(iter(pool.margins)) if has_margin else None,
-        warnings=[*warnings, *repeats, *_differences(runs)],
-        rule=pool.rule(as_declared=compared == declared and first == labels[0]),
-        standing=pool.standing(runs, declared, compared, first),
+        measure,
+        replace(rule, margin=next(iter(pool.margins)) if has_margin else None),
+        pool.standing(runs, declared, compared, labels[0]),
+        warnings,
     )
     advice = follow_up(comparison, directories[0]) if len(directories) == 1 else ""
     row = replace(comparison, follow_up=advice, declared=pool.declared).to_json()
     return row | {"directories": [str(path) for path in directories]}
+
+
+def _has_training_only(runs: Sequence[RunResult]) -> bool:
+    return any(run.rows for run in runs) and not any(run.evaluations for run in runs)
 
 
 def conclude(directory: Path) -> Row:
@@ -147,10 +167,7 @@ def conclude(directory: Path) -> Row:
 
 def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Source:
     """Read the runs of a campaign's or a single run's directory. Raises UsageError when it is neither."""
-    if not (directory / MANIFEST).is_file():
-        campaign = directory.absolute().parent.parent  # if the directory is logs/<campaign>/runs/<run>
-        hint = f"; its campaign is {campaign}" if (campaign / MANIFEST).is_file() else ""
-        raise UsageError(f"{directory} is not the directory of a campaign or run: it has no {MANIFEST}{hint}")
+    _require_campaign(directory)
     manifest = read_manifest(directory)
     recorded = manifest.get("declared") or {}
     entries = declared_entries(directory, manifest)
@@ -163,7 +180,6 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
     declared = {key: campaign[key] for key in keys if key in campaign} | recorded
     configs, registered = {run.run_id: run.config for run in runs}, history(directory, manifest)
     labels = dict.fromkeys(run.label for run in runs)
-    unsealed = [UNSEALED] if any(row["state"] == "done" and not row.get("seal") for row in manifest["runs"]) else []
     return Source(
         name or directory.name,
         runs,
@@ -171,9 +187,16 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
         declared,
         _changed(directory, declared),
         [*deviations(directory, recorded, entries, configs), *registered.deviations],
-        [*manifest.get("notes", []), *unsealed, *registered.notes],
+        [*manifest.get("notes", []), *seal_notes(manifest), *registered.notes],
         DeclaredRule.of(declared, manifest.get("interim")),
     )
+
+
+def _require_campaign(directory: Path) -> None:
+    if not (directory / MANIFEST).is_file():
+        campaign = directory.absolute().parent.parent  # if the directory is logs/<campaign>/runs/<run>
+        hint = f"; its campaign is {campaign}" if (campaign / MANIFEST).is_file() else ""
+        raise UsageError(f"{directory} is not the directory of a campaign or run: it has no {MANIFEST}{hint}")
 
 
 def _changed(directory: Path, declared: Values) -> list[str]:

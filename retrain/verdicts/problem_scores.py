@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 
@@ -18,30 +18,29 @@ SAME = 1e-6  # Rounding tolerance between the mean over problems and the run's r
 def problem_scores(run: RunResult, measure: Measure) -> dict[str, float] | None:
     """Return the run's score on each problem, by problem id; the mean over problems is the run's value.
 
-    Scores that the run has itself (``RunResult.problems``) are used as they are. Else they come from the completions:
-    None for metrics other than accuracy, reward, length, pass@k, avg@k and maj@k, without the completions (directories
-    of earlier releases), or if the mean over problems differs from the recorded value.
+    The scores are those of ``RunResult.problems``, else of the completions. None for metrics other than accuracy,
+    reward, length, pass@k, avg@k and maj@k, without the completions (directories of earlier releases), or if the mean
+    over problems differs from the recorded value.
     """
     value, weights = run.value(measure), run.weights(measure)
     if value is None or not weights:
         return None
-    if run.problems is not None:
-        return _weighted(run.problems, weights)
-    parts = measure.key.split("/")
-    tag = parts[2] if len(parts) == 4 else None
-    samples: dict[tuple[int, str], list[Row]] = defaultdict(list)
-    for row in held_out_completions(run.path, measure.held_out):
-        if row["step"] in weights and (tag is None or tag in row["tags"]):
-            samples[row["step"], row["problem_id"]].append(row)
-    problems = list(dict.fromkeys(problem for _, problem in samples))
-    if not problems or len(samples) != len(problems) * len(weights):
-        return None
-    scores = {}
-    for problem in problems:
-        of_steps = [_score(samples[step, problem], parts[-1]) for step in weights]
-        scores[problem] = sum(w * s for w, s in zip(weights.values(), of_steps, strict=True))
-    mean = sum(scores.values()) / len(scores)
+    of_steps = _scores_of_completions(run, measure, weights) if run.problems is None else run.problems
+    scores = _weighted(of_steps, weights)
+    mean = sum(scores.values()) / len(scores) if scores else math.nan
     return scores if math.isclose(mean, value, rel_tol=SAME, abs_tol=SAME) else None
+
+
+def _scores_of_completions(run: RunResult, measure: Measure, steps: Container[int]) -> dict[int, dict[str, float]]:
+    """Return the score of each problem by step."""
+    _, _, *tag, metric = measure.key.split("/")
+    samples: dict[int, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in held_out_completions(run.path, measure.held_out):
+        if row["step"] in steps and (not tag or tag[0] in row["tags"]):
+            samples[row["step"]][row["problem_id"]].append(row)
+    return {
+        step: {problem: _score(rows, metric) for problem, rows in of_step.items()} for step, of_step in samples.items()
+    }
 
 
 def _weighted(problems: Mapping[int, Mapping[str, float]], weights: Mapping[int, float]) -> dict[str, float] | None:

@@ -22,27 +22,21 @@ STYLES = ("vendor/uplot/uPlot.min.css", "charts.css", "pages/report.css")
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
     """Write the report of a campaign's directory to ``out`` (a file or an existing directory; default: the campaign's
-    directory) and return its path. Missing parent directories are created.
-
-    Raises UsageError if the directory holds no campaign or the file cannot be written, NotOurs if ``out`` exists and is
-    not a report of this directory.
-    """
+    directory) and return its path. Missing parent directories are created. Raises as ``write_campaign``, and UsageError
+    if the directory holds no campaign."""
     target = out or directory / REPORT
-    target = target / REPORT if target.is_dir() else target
-    if os.path.lexists(target) and not _is_made_by(_signature(directory), target):
-        raise NotOurs(f"{target} is not a report of {directory} and is left as it is: give another file with --out")
-    return _write(read_campaign(directory), target)
+    return write_campaign(read_campaign(directory), target / REPORT if target.is_dir() else target, "--out")
 
 
-def write_foreign_report(campaign: Campaign, target: Path) -> Path:
-    """Write the report of other tools' results to ``target`` and return its path. Raises as ``write_report``."""
-    name = campaign.manifest["name"]
-    if os.path.lexists(target) and not _is_made_by(_foreign_signature(campaign), target):
-        raise NotOurs(f"{target} is not a report of {name} and is left as it is: give another file with --report")
-    return _write(campaign, target)
+def write_campaign(campaign: Campaign, target: Path, option: str) -> Path:
+    """Write the report of a campaign, or of other tools' results, to ``target`` and return its path.
 
-
-def _write(campaign: Campaign, target: Path) -> Path:
+    Raises UsageError if the file cannot be written, NotOurs if it exists and is another one (``option``: what to type
+    for another file).
+    """
+    if os.path.lexists(target) and not _is_made_by(_signature(campaign), target):
+        name = campaign.directory if campaign.foreign is None else campaign.manifest["name"]
+        raise NotOurs(f"{target} is not a report of {name} and is left as it is: give another file with {option}")
     text = report_html(campaign)
     try:
         write_text(target, text)
@@ -51,13 +45,11 @@ def _write(campaign: Campaign, target: Path) -> Path:
     return target
 
 
-def _signature(directory: Path) -> str:
-    owner = owner_of(directory)
+def _signature(campaign: Campaign) -> str:
+    if campaign.foreign is not None:
+        return f"retrain compare {printable(campaign.manifest['name'])}"
+    owner = owner_of(campaign.directory)
     return f"retrain {owner.id} {owner.place}" if owner else "retrain"
-
-
-def _foreign_signature(campaign: Campaign) -> str:
-    return f"retrain compare {printable(campaign.manifest['name'])}"
 
 
 def _is_made_by(signature: str, target: Path) -> bool:
@@ -84,8 +76,7 @@ def report_html(campaign: Campaign) -> str:
     }  # fmt: skip
     return document(
         REPORT, styles=STYLES, script="pages/report.js", libraries=["vendor/uplot/uPlot.iife.min.js"],
-        made_by=_foreign_signature(campaign) if is_foreign else _signature(campaign.directory),
-        title=f"{manifest['name']}: report",
+        made_by=_signature(campaign), title=f"{manifest['name']}: report",
         name=manifest["name"], labels=campaign.labels, comparison=campaign.comparison, charts=charts,
         sections=[title for title, part in parts.items() if part], facts=sections.facts(campaign),
         verdicts=sections.verdicts(campaign), audits=audits, measure=sections.title_of(campaign.measure),

@@ -82,25 +82,32 @@ def _curves(campaign: Campaign) -> list[Chart]:
         return [chart] if chart is not None else []
     keys = [f"eval/{name}/correct_rate" for name in campaign.set_names]
     held_out = [ChartedMetric(key, accuracy_name(key), "%", SHARE, False) for key in keys]
-    charts = [_curve_chart(campaign, metric) for metric in (*held_out, *CURVES)]
+    rows = (row for run in campaign.runs for row in run.rows)
+    # Rewards of 0 and 1 alone: the curve of the reward would repeat that of the correct rate.
+    repeated = {"mean_reward"} if all(row.get("mean_reward") == row.get("correct_rate") for row in rows) else set[str]()
+    shown = [metric for metric in CURVES if metric.key not in repeated]
+    charts = [_curve_chart(campaign, metric) for metric in (*held_out, *shown)]
     return [chart for chart in charts if chart is not None]
 
 
 def _curve_chart(campaign: Campaign, metric: ChartedMetric, measure: Measure | None = None) -> Chart | None:
-    key, smooth = metric.key, metric.is_noisy
-    measure = measure or Measure(key=key)
-    rows = (row for run in campaign.runs for row in run.rows)
-    if key == "mean_reward" and all(row.get(key) == row.get("correct_rate") for row in rows):
-        return None  # Rewards are 0 and 1: the curve would repeat that of the correct rate.
-    # Back pressure acts on a whole cohort: the line of the first condition stands for all.
-    labels = campaign.labels[:1] if key.startswith("bp_") else campaign.labels
-    curves = [curve(label, index, campaign.of(label), measure, smooth=smooth) for index, label in enumerate(labels)]
-    if key.startswith("sepa_"):  # Conditions without SEPA have 0 at every step.
-        curves = [line for line in curves if any(y > 0 for run in line["runs"] for _, y in run["points"])]
-    curves = [line for line in curves if line["runs"] or line["part"]]
+    curves = _condition_curves(campaign, metric, measure or Measure(key=metric.key))
     if not curves:
         return None
-    return _lines(metric.title, _caption(curves, smooth), key, curves, "step", metric.unit, metric.limits)
+    caption = _caption(curves, metric.is_noisy)
+    return _lines(metric.title, caption, metric.key, curves, "step", metric.unit, metric.limits)
+
+
+def _condition_curves(campaign: Campaign, metric: ChartedMetric, measure: Measure) -> list[Curve]:
+    """Return the curves of the conditions that have the metric."""
+    # Back pressure acts on a whole cohort: the line of the first condition stands for all.
+    labels = campaign.labels[:1] if metric.key.startswith("bp_") else campaign.labels
+    curves = [
+        curve(label, index, campaign.of(label), measure, smooth=metric.is_noisy) for index, label in enumerate(labels)
+    ]
+    if metric.key.startswith("sepa_"):  # Conditions without SEPA have 0 at every step.
+        curves = [line for line in curves if any(y > 0 for run in line["runs"] for _, y in run["points"])]
+    return [line for line in curves if line["runs"] or line["part"]]
 
 
 def _caption(curves: Sequence[Curve], smooth: bool) -> str:

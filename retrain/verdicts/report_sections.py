@@ -61,7 +61,7 @@ def verdicts(campaign: Campaign) -> list[tuple[str, str, str]]:
     lines = []
     for condition in others:
         verdict = condition.verdict
-        word = verdict.removeprefix("typical runs ").split()[0].rstrip(":")
+        word = verdict.removeprefix("typical runs ").removeprefix("these models: ").split()[0].rstrip(":")
         css = {"better": "up", "worse": "down", **dict.fromkeys(("cannot", INTERIM, EXPLORATORY), "unclear")}.get(word)
         head = f"{condition.label} against {baseline.label}: {verdict[0].upper()}{verdict[1:]}"
         lines.append((css or "", head, condition.sentence))

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Sequence
+from typing import TypeVar
 
-from retrain.config.comparing import Compare, Unit
+from retrain.config.comparing import Compare
 from retrain.errors import UsageError
 from retrain.records.foreign.table import HELDOUT_SET, MetricFacts, RunTable
 from retrain.verdicts.results import Measure
 
+T = TypeVar("T")
 # (set, metric)
 Column = tuple[str, str]
 # Metrics whose names are unambiguous, by the last part of the name
@@ -49,11 +51,15 @@ def metric_facts(metric: str, tables: Sequence[RunTable]) -> MetricFacts:
         for name, fact in table.facts.items()
         if name == metric or (name.endswith("*") and metric.startswith(name[:-1]))
     ]
-    merits = {fact.higher_is_better for fact in facts if fact.higher_is_better is not None}
-    units: set[Unit] = {fact.unit for fact in facts if fact.unit is not None}
     last = re.sub(r"^eval_", "", metric.split(",")[0].split("/")[-1])
     by_name = next((fact for pattern, fact in KNOWN if pattern.fullmatch(last)), MetricFacts())
     return MetricFacts(
-        by_name.higher_is_better if not merits else merits.pop() if len(merits) == 1 else None,
-        by_name.unit if not units else units.pop() if len(units) == 1 else None,
+        _agreed([fact.higher_is_better for fact in facts], by_name.higher_is_better),
+        _agreed([fact.unit for fact in facts], by_name.unit),
     )
+
+
+def _agreed(stated: Sequence[T | None], default: T | None) -> T | None:
+    """Return what is stated; None if statements contradict each other, ``default`` if there is none."""
+    values = set(stated) - {None}
+    return default if not values else values.pop() if len(values) == 1 else None

@@ -5,19 +5,19 @@ retrain's own evaluations, an answer that could not be graded counts as wrong fo
 of any other number; an evaluation without graded answers (for a number: of one problem) has no value.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from retrain.errors import UsageError
+from retrain.errors import UsageError, plural
 from retrain.records.foreign.table import RunTable
+from retrain.verdicts.problem_scores import SAME
 from retrain.verdicts.results import Measure, RunResult
 from retrain.verdicts.table_measure import Column
 
 Grades = Mapping[str, Sequence[float | None]]  # By problem
 
-SAME = 1e-6  # Tolerance for the tool's own number
 SINGLE = 1e-7  # Relative rounding error of float32, which some tools write
 MOST_DECIMALS = 6
 LARGEST = 1e100  # The squares of larger values overflow
@@ -130,38 +130,39 @@ def merged(runs: Sequence[TableRun]) -> TableRun:
     return replace(finished[0], answers=answers, numbers={} if answers else finished[0].numbers)
 
 
-def same_problems(runs: Sequence[TableRun], *, common: bool) -> tuple[list[TableRun], int]:
+def same_problems(runs: Sequence[TableRun], *, common: bool) -> tuple[list[TableRun], list[str]]:
     """Require that all finished runs have the same problems at every step. With ``common``, keep those that all have,
-    without the tool's numbers, and return how many were left out. Raises UsageError."""
+    without the tool's numbers, and return the reason against a verdict. Raises UsageError."""
     keyed = [(f"{run.table.name} (step {step})", run.answers[step].keys())
              for run in runs if run.is_done for step in sorted(run.answers)]  # fmt: skip
-    other = next(((where, keys) for where, keys in keyed if keys != keyed[0][1]), None)
-    if other is None:
-        return list(runs), 0
-    shared = set(keyed[0][1]).intersection(*(keys for _, keys in keyed))
+    union = set[str]().union(*(keys for _, keys in keyed))
+    shared = union.intersection(*(keys for _, keys in keyed))
+    if union == shared:
+        return list(runs), []
     if not shared or not common:
-        (where, first), (elsewhere, keys) = keyed[0], other
-        fix = 'in [compare], type problems = "common" to compare those that all runs have, without a verdict'
-        if not shared:
-            fix = "no problem is in all runs. If their prompt templates differ, name a column that identifies a problem"
-        raise UsageError(
-            f"{where} and {elsewhere} do not have the same problems: {len(first ^ keys)} of {len(first | keys)} are in "
-            f"one of them only; {fix}"
-        )
-    restricted = [
-        replace(
-            run,
-            numbers=dict.fromkeys(run.numbers),
-            answers={
-                step: {key: of_problem for key, of_problem in grades.items() if key in shared}
-                for step, grades in run.answers.items()
-            },
-        )
-        if run.is_done
-        else run
-        for run in runs
-    ]
-    return restricted, len(set[str]().union(*(keys for _, keys in keyed))) - len(shared)
+        raise UsageError(_difference(keyed, has_common=bool(shared)))
+    restricted = [replace(run, numbers=dict.fromkeys(run.numbers), answers=_restricted(run.answers, shared))
+                  if run.is_done else run for run in runs]  # fmt: skip
+    dropped = len(union) - len(shared)
+    verb = "was" if dropped == 1 else "were"
+    return restricted, [f"{plural(dropped, 'problem')} that not all runs have {verb} left out"]
+
+
+def _difference(keyed: Sequence[tuple[str, Set[str]]], *, has_common: bool) -> str:
+    """Return a message about the first evaluation whose problems differ from those of the first one."""
+    where, first = keyed[0]
+    elsewhere, keys = next(each for each in keyed if each[1] != first)
+    fix = 'in [compare], type problems = "common" to compare those that all runs have, without a verdict'
+    if not has_common:
+        fix = "no problem is in all runs. If their prompt templates differ, name a column that identifies a problem"
+    return (
+        f"{where} and {elsewhere} do not have the same problems: {len(first ^ keys)} of {len(first | keys)} are in one "
+        f"of them only; {fix}"
+    )
+
+
+def _restricted(answers: Mapping[int, Grades], problems: Set[str]) -> dict[int, Grades]:
+    return {step: {key: grades[key] for key in grades if key in problems} for step, grades in answers.items()}
 
 
 def require_possible_values(runs: Sequence[TableRun], measure: Measure) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -10,20 +11,20 @@ from retrain.config.comparing import Compare
 from retrain.errors import UsageError, listed, plural
 from retrain.records.foreign.table import RunTable
 from retrain.records.schema.comparison import Comparison
-from retrain.verdicts.comparison import Design, baseline_of, compare_runs
-from retrain.verdicts.declaration import Standing
+from retrain.verdicts.comparison import baseline_first, compare_pairs, comparison_of
+from retrain.verdicts.declaration import DeclaredRule, Standing
 from retrain.verdicts.models import model_conditions
+from retrain.verdicts.problem_scores import SAME
 from retrain.verdicts.results import Measure, RunResult
 from retrain.verdicts.rule import FEWEST_PAIRS
 from retrain.verdicts.table_measure import table_measure
-from retrain.verdicts.table_runs import SAME, TableRun, decimals_of, merged, require_possible_values, same_problems
+from retrain.verdicts.table_runs import TableRun, decimals_of, merged, require_possible_values, same_problems
 from retrain.verdicts.unpaired import unpaired_conditions
 
 NAMED = 6  # Runs and steps listed by name; the rest are only counted
 
 # "models": one model of each condition, by problem; "runs": whole runs; "pairs": pairs of runs with one seed
 Replicates = Literal["models", "runs", "pairs"]
-DESIGNS: dict[Replicates, Design | None] = {"models": model_conditions, "runs": unpaired_conditions, "pairs": None}
 
 
 class TableComparison(NamedTuple):
@@ -40,41 +41,36 @@ def judge_tables(
     """Compare the conditions. ``warnings`` come first among the warnings of the result. Raises UsageError for results
     that cannot be compared, with the line to type."""
     notes = list(warnings)
-    labels = compare.conditions or sorted({table.condition for table in tables})
-    chosen = _chosen(tables, labels, compare, notes)
-    measure, column = table_measure(chosen, compare)
-    baseline = baseline_of(compare.baseline, labels)
-    replicates = _replicates(chosen, labels, baseline, compare, notes)
-    chosen, planned = _numbered(chosen, compare.seeds or [])
-    runs = [TableRun.of(table, column, compare.steps) for table in chosen]
+    found = sorted({table.condition for table in tables})
+    labels = baseline_first(compare.conditions or found, compare.baseline)
+    tables = _chosen(tables, labels, compare.seeds, notes)
+    measure, column = table_measure(tables, compare)
+    replicates = _replicates(tables, labels, compare, notes)
+    tables, planned, excess = _numbered(tables, compare.seeds or [])
+    runs = [TableRun.of(table, column, compare.steps) for table in tables]
     runs = _checked_ends(runs, measure, compare, notes)
     runs, dropped = same_problems(runs, common=compare.problems == "common")
-    if dropped:
-        reason = f"{plural(dropped, 'problem')} that not all runs have {'was' if dropped == 1 else 'were'} left out"
-        standing = replace(standing, reasons=(*standing.reasons, reason))
+    standing = replace(standing, reasons=(*standing.reasons, *excess, *dropped))
     require_possible_values(runs, measure)
     decimals = decimals_of(runs, is_share=measure.is_share)
     results = [run.result(measure, decimals) for run in runs]
     _require_values(results, measure)
     notes += [*_answer_notes(runs, measure), *_number_notes(runs, results, measure)]
-    if replicates != "pairs" and compare.equivalence_margin is not None:
-        notes.append("equivalence_margin is not used: only runs that are paired by seed can be typically alike.")
     results += _missing(results, labels, planned, replicates)
     results.sort(key=lambda run: run.pair)
-    comparison = compare_runs(
-        results,
-        labels,
-        metric=measure,
-        baseline=baseline,
-        margin=compare.equivalence_margin if replicates == "pairs" else None,
-        warnings=notes,
-        standing=standing,
-        design=DESIGNS[replicates],
-    )
-    tools = " and ".join(sorted({table.tool for table in chosen if table.tool})) or "files"
+    if replicates == "pairs":
+        rule = DeclaredRule(margin=compare.equivalence_margin)
+        comparison = compare_pairs(results, labels, measure, rule, standing, notes)
+    else:
+        if compare.equivalence_margin is not None:
+            notes.append("equivalence_margin is not used: only runs that are paired by seed can be typically alike.")
+        conditions_of = model_conditions if replicates == "models" else unpaired_conditions
+        comparison = comparison_of(conditions_of(results, labels, measure, standing), results, measure, notes)
+    tools = " and ".join(sorted({table.tool for table in tables} - {""})) or "files"
+    files = set(chain.from_iterable(table.files for table in tables))
     comparison = replace(
         comparison,
-        source=f"{tools} ({plural(len({path for table in chosen for path in table.files}), 'file')})",
+        source=f"{tools} ({plural(len(files), 'file')})",
         replicate="none" if replicates == "models" else "training",
         pairing="seed" if replicates == "pairs" else "none",
         read=[f"read {plural(len(runs), 'run')} of {tools}: {_content(runs, len(labels))}"],
@@ -82,34 +78,35 @@ def judge_tables(
     return TableComparison(comparison, results, measure)
 
 
-def _chosen(tables: Sequence[RunTable], labels: Sequence[str], compare: Compare, notes: list[str]) -> list[RunTable]:
-    """Return the tables of the chosen conditions and seeds. Runs without a known seed are kept."""
-    names = sorted({table.condition for table in tables})
-    chosen = [table for table in tables if table.condition in labels]
-    if not chosen:
-        raise UsageError(f"there are no results of {listed(labels, NAMED)}: there are those of {listed(names, NAMED)}")
-    if others := [label for label in names if label not in labels]:
+def _chosen(
+    tables: Sequence[RunTable], labels: Sequence[str], seeds: Sequence[int] | None, notes: list[str]
+) -> list[RunTable]:
+    """Return the tables of these conditions and seeds (None: all). Runs without a known seed are kept."""
+    others = sorted({table.condition for table in tables} - set(labels))
+    tables = [table for table in tables if table.condition in labels]
+    if not tables:
+        raise UsageError(f"there are no results of {listed(labels, NAMED)}: there are those of {listed(others, NAMED)}")
+    if others:
         notes.append(f"Not among the conditions, and left out: {listed(others, NAMED)}.")
-    seeds = compare.seeds
-    if seeds is not None:
-        if others := [table.name for table in chosen if table.seed is not None and table.seed not in seeds]:
-            notes.append(f"Not among the seeds, and left out: {listed(others, NAMED)}.")
-        chosen = [table for table in chosen if table.seed is None or table.seed in seeds]
     if len(labels) == 1:
         notes.append(f"{labels[0]} is the only condition: there is nothing to compare it with.")
-    return chosen
+    if seeds is None:
+        return tables
+    if others := [table.name for table in tables if table.seed not in (None, *seeds)]:
+        notes.append(f"Not among the seeds, and left out: {listed(others, NAMED)}.")
+    if len(others) == len(tables):
+        raise UsageError(f"there are no results of the seeds: there are those of {listed(others, NAMED)}")
+    return [table for table in tables if table.seed in (None, *seeds)]
 
 
-def _replicates(
-    tables: Sequence[RunTable], labels: Sequence[str], baseline: str, compare: Compare, notes: list[str]
-) -> Replicates:
+def _replicates(tables: Sequence[RunTable], labels: Sequence[str], compare: Compare, notes: list[str]) -> Replicates:
     """Return what is compared. It depends on which runs there are, never on their results."""
     if compare.replicate == "none":
         return "models"
     if len(labels) == 1:
         return "pairs"
-    seeds = {label: [table.seed for table in tables if table.condition == label] for label in labels}
-    if all(len(of_label) <= 1 for of_label in seeds.values()) and len(compare.seeds or ()) <= 1:
+    runs = Counter(table.condition for table in tables)
+    if max(*runs.values(), len(compare.seeds or ())) <= 1:
         notes.append("There is one run for each condition: only these models can be compared, by problem.")
         return "models"
     if compare.pairing == "none":
@@ -117,27 +114,40 @@ def _replicates(
     if unknown := [table.name for table in tables if table.seed is None]:
         notes.append(f"The seed is not known of {listed(unknown, NAMED)}: runs are not paired.")
         return "runs"
-    pairs = [len({*seeds[label]} & {*seeds[baseline]}) for label in labels if label != baseline]
     if compare.seeds is not None:
         return "pairs"
-    if not any(pairs):
+    pairs = _pair_counts(tables, labels[0])
+    if not pairs:
         notes.append("No other condition has a seed in common with the baseline: runs are not paired.")
         return "runs"
-    if max(pairs) < FEWEST_PAIRS <= min(map(len, seeds.values())):
+    if max(pairs.values()) < FEWEST_PAIRS <= min(runs[label] for label in labels):
         notes.append('pairing = "none" compares whole runs instead of pairs: declare it before the results.')
     return "pairs"
 
 
-def _numbered(tables: Sequence[RunTable], planned: Sequence[int]) -> tuple[list[RunTable], Sequence[int]]:
-    """Return the tables and the planned seeds. Where a seed is unknown, all runs are numbered instead, within their
-    condition, and as many are planned."""
+def _pair_counts(tables: Sequence[RunTable], baseline: str) -> Counter[str]:
+    """Return the number of runs with a seed that the baseline has too, by condition; conditions without one are left
+    out."""
+    seeds = {table.seed for table in tables if table.condition == baseline}
+    return Counter(table.condition for table in tables if table.condition != baseline and table.seed in seeds)
+
+
+def _numbered(
+    tables: Sequence[RunTable], planned: Sequence[int]
+) -> tuple[Sequence[RunTable], Sequence[int], list[str]]:
+    """Return the tables, the planned seeds, and a reason against a verdict if there are more runs than planned.
+
+    Where a seed is unknown, all runs are numbered instead, within their condition, and as many are planned.
+    """
     if all(table.seed is not None for table in tables):
-        return list(tables), planned
+        return tables, planned, []
     numbers, numbered = Counter[str](), []
     for table in tables:
         numbers[table.condition] += 1
         numbered.append(replace(table, seed=numbers[table.condition]))
-    return numbered, range(1, len(planned) + 1)
+    most = max(numbers.values())
+    excess = [f"a condition has {most} runs for {plural(len(planned), 'seed')}"] if most > len(planned) > 0 else []
+    return numbered, range(1, len(planned) + 1), excess
 
 
 def _checked_ends(runs: Sequence[TableRun], measure: Measure, compare: Compare, notes: list[str]) -> Sequence[TableRun]:

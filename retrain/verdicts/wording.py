@@ -14,7 +14,7 @@ from retrain.verdicts.rule import FEWEST_PAIRS, Analysis, Outcome
 ALIKE = "typical runs alike"
 NOT_SHOWN = "no difference shown"
 MISSING = "missing seeds could change the verdict"
-NO_ANSWERS = "cannot tell: one run for each condition and no answers to problems"
+NO_ANSWERS = "cannot tell: the answers to problems of one model or both are missing"
 # Name of what differs between replicates, by `[campaign] vary`
 VARIED = {
     "all": "other seeds",
@@ -37,16 +37,21 @@ def verdict(condition: ConditionComparison, outcome: Outcome | None, measure: Me
         return f"{INTERIM}: {pairs} of {plural(condition.pairs_planned or 0, 'pair')}"
     if typical is None:
         return "cannot tell: no pair of finished runs"
+    against = any(outlier.distance * typical < 0 for outlier in condition.outlier_seeds)
+    too_few = f"{plural(pairs, 'pair')} of seeds, {FEWEST_PAIRS} needed" if pairs < FEWEST_PAIRS else ""
+    return _finding_words(outcome, typical, measure, against=against, too_few=too_few)
+
+
+def _finding_words(outcome: Outcome | None, typical: float, measure: Measure, *, against: bool, too_few: str) -> str:
+    """Return what an analysis found in a few words. ``against``: an outlier lies on the other side. ``too_few``: how
+    many pairs or runs there are and are needed; "" if there are enough."""
     if outcome in ("higher", "lower"):
-        against = any(outlier.distance * typical < 0 for outlier in condition.outlier_seeds)
-        return f"typical runs {direction(typical, measure)}" if against else direction(typical, measure)
+        return f"{'typical runs ' if against else ''}{direction(typical, measure)}"
     if outcome == "alike":
         return ALIKE
     if outcome == "not shown":
         return NOT_SHOWN
-    if pairs < FEWEST_PAIRS:
-        return f"cannot tell: {plural(pairs, 'pair')} of seeds, {FEWEST_PAIRS} needed"
-    return "cannot tell: mean and typical difference disagree"
+    return f"cannot tell: {too_few or 'mean and typical difference disagree'}"
 
 
 def direction(difference: float, measure: Measure) -> str:
@@ -99,17 +104,13 @@ def unpaired_verdict(
     None if there are enough."""
     if condition.standing in (EXPLORATORY, INTERIM):
         return condition.standing
-    if analysis.typical is None:
+    typical = analysis.typical
+    if typical is None:
         return "cannot tell: no finished runs on both sides"
-    if analysis.outcome in ("higher", "lower"):
-        against = any(outlier.distance * analysis.typical < 0 for outlier in condition.outlier_seeds)
-        against |= any(outlier.distance * analysis.typical > 0 for outlier in baseline.outlier_seeds)
-        return f"{'typical runs ' if against else ''}{direction(analysis.typical, measure)}"
-    if analysis.outcome == "not shown":
-        return NOT_SHOWN
-    if fewest is not None:
-        return f"cannot tell: {_runs(condition, baseline)}, {fewest} + {fewest} needed"
-    return "cannot tell: mean and typical difference disagree"
+    against = any(outlier.distance * typical < 0 for outlier in condition.outlier_seeds)
+    against |= any(outlier.distance * typical > 0 for outlier in baseline.outlier_seeds)
+    too_few = "" if fewest is None else f"{_runs(condition, baseline)}, {fewest} + {fewest} needed"
+    return _finding_words(analysis.outcome, typical, measure, against=against, too_few=too_few)
 
 
 def unpaired_sentence(
@@ -165,7 +166,7 @@ def models_sentence(
 ) -> str:
     start = f"{condition_name(condition.label)} − {condition_name(baseline)}: "
     if condition.difference is None:
-        return f"{start}{NO_ANSWERS}."
+        return f"{start}{_status(condition) if condition.standing == INTERIM else NO_ANSWERS}."
     text = f"{amount(condition.difference, measure, sign=True)}{brackets(condition.difference_interval, measure)}"
     text += f" (corrected for {comparisons} comparisons)" if comparisons > 1 else ""
     finding = _status(condition) or condition.verdict.removeprefix("these models: ")

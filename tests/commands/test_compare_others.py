@@ -47,7 +47,10 @@ def refusal(*arguments):
 def test_check_counts_the_runs(results):
     line = run_cli("check", "compare.toml").stdout.strip()
 
-    assert line == "compare.toml: fine, 16 runs of 2 conditions, metric final:acc of verl"
+    assert line == (
+        "compare.toml: fine, read 16 runs of verl: 2 conditions, 20 problems × 1 answer, steps 0, 40; problem sets "
+        "equal; metric final:acc"
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,6 +79,7 @@ def test_runs_that_end_early_are_refused_or_unfinished(results):
     (results / "outputs/rloo/seed5/40.jsonl").unlink()
 
     line = refusal("compare", "compare.toml")
+    assert refusal("check", "compare.toml") == line
     report = json.loads(run_cli("compare", "compare.toml", "--steps", "40", "--json").stdout)
 
     assert "rloo seed 5 ends after 20 steps" in line

@@ -5,7 +5,7 @@ import pytest
 
 from retrain.files import append_jsonl
 from retrain.maths.crossed import new_problems_interval
-from retrain.verdicts.comparison import compare_runs
+from retrain.verdicts.comparison import compare_pairs
 from retrain.verdicts.results import METRIC, Measure, RunResult
 
 PASS = "eval/heldout/pass@4"
@@ -37,7 +37,7 @@ def test_the_step_of_the_scale(measure, step):
 
 def test_the_interval_of_shares_ends_at_what_shares_can_be():
     runs = [run(label, seed, value) for label, value in (("a", 0.0), ("b", 1.0)) for seed in range(8)]
-    low, high = compare_runs(runs, ["a", "b"]).conditions[1].difference_interval
+    low, high = compare_pairs(runs, ["a", "b"], Measure()).conditions[1].difference_interval
     assert (low, high) == (1.0, 1.0)
 
 
@@ -58,12 +58,12 @@ def test_new_problems_from_the_completions_of_the_final_evaluation(tmp_path):
     right = random.random((2, 6, 40, 4)) < np.clip(random.normal(0.5, 0.3, 40), 0, 1)[None, None, :, None]
     runs = [answers(tmp_path / f"{label}_s{s}", right[i, s]) for i, label in enumerate("ab") for s in range(6)]
     share, solved = right.mean(axis=3), 1.0 * right.any(axis=3)
-    for metric, step, scored in ((None, 1 / 512, share), ("final:pass@4", 4 / 512, solved)):
-        own = compare_runs(runs, ["a", "b"], metric=metric).conditions[1]
+    for measure, step, scored in ((Measure(), 1 / 512, share), (Measure("final", PASS), 4 / 512, solved)):
+        own = compare_pairs(runs, ["a", "b"], measure).conditions[1]
         wider = new_problems_interval(scored[::-1].transpose(1, 2, 0), resolution=step)
         low, high = own.difference_interval
         assert vars(own.difference_new_problems) == pytest.approx(
             {"estimate": wider.estimate, "low": min(wider.low, low), "high": max(wider.high, high)}
         )
     runs[3].evaluations[-1][METRIC] += 0.1  # not what these completions scored
-    assert compare_runs(runs, ["a", "b"]).conditions[1].difference_new_problems is None
+    assert compare_pairs(runs, ["a", "b"], Measure()).conditions[1].difference_new_problems is None

@@ -105,6 +105,14 @@ def test_training_metrics_have_one_value_per_run(tmp_path):
     assert values == {("20", "1950.0")}  # the mean over the last tenth of the steps
 
 
+def test_numbers_of_steps_that_differ_are_named_as_a_loss(tmp_path):
+    out = answered(tmp_path / "c", {"a": BASE, "b": HIGHER})
+    declared = {"conditions": ["a", "b"], "max_steps": {"a": 20, "b": 15}}
+    write_json(out / "manifest.json", read_json(out / "manifest.json") | {"declared": declared})
+    note = "note: conditions were declared with different numbers of steps: compare refuses the table"
+    assert note in export(out, tmp_path / "t.csv")
+
+
 def test_an_exploratory_comparison_gets_no_lock(tmp_path):
     played = Played(tmp_path, rule="off")
     for seed in range(1, 9):

@@ -18,7 +18,7 @@ from retrain.records.foreign.table import RunTable
 from retrain.verdicts.declaration import Standing
 from retrain.verdicts.evidence import campaign_of_tables, read_campaign
 from retrain.verdicts.pooling import conclude
-from retrain.verdicts.report import write_foreign_report, write_report
+from retrain.verdicts.report import write_campaign, write_report
 from retrain.verdicts.report_sections import RESULTS, results
 from retrain.verdicts.tables import judge_tables
 
@@ -166,7 +166,7 @@ def tables(
 
 def foreign_report(target: Path, runs: Sequence[RunTable], name: str = "others.toml", **compare) -> Reader:
     judged = judge_tables(runs, Compare(**compare), Standing())
-    return harmless(write_foreign_report(campaign_of_tables(name, judged), target))
+    return harmless(write_campaign(campaign_of_tables(name, judged), target, "--report"))
 
 
 def test_a_report_of_other_tools_results(tmp_path):

@@ -7,6 +7,7 @@ from operator import mul
 
 import numpy as np
 import pytest
+from helpers import plain
 
 from retrain.verdicts.rule import Analysis, interim_analysis, interim_seeds, judge, outlier_places
 
@@ -138,17 +139,9 @@ def test_conditions_without_pairs() -> None:
     assert nothing == Analysis(7, 0, False, None, None, 1.0, None, None, (), None)
 
 
-def pulled(values: list[float]) -> list[float]:
-    sizes = sorted(abs(v) for v in values if abs(v) > 1e-9)
-    if not sizes:
-        return [0.0] * len(values)
-    limit = 1.5 * (sizes[(len(sizes) - 1) // 2] + sizes[len(sizes) // 2]) / 2
-    return [max(-limit, min(limit, v)) for v in values]
-
-
 def cut_row(row: list[float], supposed: float) -> list[float]:
     """Cut differences in units of their length, 0 for what is missing."""
-    values = iter(pulled([v - supposed for v in row if not math.isnan(v)]))
+    values = iter(plain.cut([v - supposed for v in row if not math.isnan(v)]))
     whole = [0.0 if math.isnan(v) else next(values) for v in row]
     length = math.sqrt(sum(v * v for v in whole))
     return [v / length for v in whole] if length else whole
@@ -156,18 +149,6 @@ def cut_row(row: list[float], supposed: float) -> list[float]:
 
 def statistic(cut: list[float], signs: tuple[int, ...]) -> float:
     return abs(sum(map(mul, cut, signs)))
-
-
-def location(row: list[float]) -> float:
-    values = [v for v in row if not math.isnan(v)]
-    low, high = min(values), max(values)
-    for _ in range(60):
-        middle = (low + high) / 2
-        if sum(pulled([v - middle for v in values])) > 0:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
 
 
 class BruteForce:
@@ -181,7 +162,7 @@ class BruteForce:
 
     def _reference(self, others: list[list[float]], seeds: int) -> dict[tuple[int, ...], float]:
         seen = [row[:seeds] for row in others]
-        cuts = [cut_row(row, location(row)) for row in seen if not all(map(math.isnan, row))]
+        cuts = [cut_row(row, plain.typical(row)) for row in seen if not all(map(math.isnan, row))]
         patterns = product((1, -1), repeat=seeds)
         return {signs: max([0.0, *(statistic(cut, signs) for cut in cuts)]) for signs in patterns}
 
@@ -204,7 +185,7 @@ class BruteForce:
     def end(self, side: int) -> float:
         """The outermost difference on one side of the typical one with p > 0.05, by the steps that define it."""
         values = [v for v in self.row if not math.isnan(v)]
-        middle, reach = location(self.row), 3 * side * (max(values) - min(values) + 0.001)
+        middle, reach = plain.typical(self.row), 3 * side * (max(values) - min(values) + 0.001)
         start = middle + reach
         if self.p(start) > 0.05:
             start += 9 * reach
@@ -255,7 +236,7 @@ def test_agrees_with_all_patterns_in_plain_python(n: int) -> None:
         for j, found in enumerate(judge(values, None if interim is None else values[:, :interim])):
             if found.typical is None or not found.is_final:
                 continue
-            assert found.typical == pytest.approx(location(values[j].tolist()), abs=1e-12)
+            assert found.typical == pytest.approx(plain.typical(values[j].tolist()), abs=1e-12)
             reference = BruteForce(values.tolist(), j, interim)
             assert found.p == reference.p(0.0)
             if case % 5 == 0 and found.low is not None and found.high is not None:

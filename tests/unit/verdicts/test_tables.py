@@ -177,6 +177,7 @@ def test_last3_needs_three_evaluations():
         ("style", {"higher_is_better": True}, "know the unit of style"),
         ("reward", {}, "know the unit of reward"),
         ("acc", {"conditions": ["c", "d"]}, "there are no results of c, d: there are those of a, b"),
+        ("acc", {"seeds": [9]}, "there are no results of the seeds: there are those of a seed 1, a seed 2"),
     ],
 )
 def test_what_is_not_known_is_asked_for(metric, compare, message):
@@ -315,6 +316,23 @@ def test_whole_runs_that_are_still_to_come():
     assert "7 + 8 runs, not paired: interim, no verdict yet" in condition["sentence"]
 
 
+def test_every_verdict_has_its_p():
+    """Holm tests the last condition at 5 %, for which 4 + 4 runs are enough."""
+    tables = [run for run in eight() if run.condition == "a" and run.seed in (1, 2, 3, 4)]
+    tables += [scalars("b", 10 + seed, {40: 0.8 + seed / 100}) for seed in range(8)]
+    tables += [scalars("c", 20 + seed, {40: 0.8 + seed / 100}) for seed in range(4)]
+    last = compare_tables(tables, Compare(), DECLARED)["conditions"][2]
+    assert (last["verdict"], last["difference_interval"]) == ("better", None)
+    assert last["p_value"] == pytest.approx(2 / 70)
+
+
+def test_more_runs_than_declared_seeds_get_no_verdict():
+    tables = [replace(run, seed=None) for run in eight()]
+    condition = the_other(tables, seeds=[1, 2, 3, 4, 5, 6])
+    assert condition["standing_reasons"] == ["a condition has 8 runs for 6 seeds"]
+    assert the_other(tables, seeds=list(range(8)))["verdict"] == "better"
+
+
 # One model for each condition
 
 
@@ -335,7 +353,12 @@ def test_one_model_of_each_is_compared_by_problem(declared, runs):
 
 def test_one_run_without_answers_cannot_tell():
     condition = the_other([scalars("a", 1, {40: 0.5}), scalars("b", 1, {40: 0.9})])
-    assert condition["sentence"] == "b − a: cannot tell: one run for each condition and no answers to problems."
+    assert condition["sentence"] == ("b − a: cannot tell: the answers to problems of one model or both are missing.")
+
+
+def test_a_model_whose_run_failed_is_still_to_come():
+    tables = [answered("a", 1, problems(0.5)), answered("b", 1, problems(0.6), state="failed")]
+    assert the_other(tables)["sentence"] == "b − a: interim, no verdict yet."
 
 
 @pytest.mark.parametrize("seeds", [[1], [1, 2, 3]])

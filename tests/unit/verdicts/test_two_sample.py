@@ -3,38 +3,22 @@
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations
-from statistics import mean, median
+from statistics import mean
 
 import numpy as np
 import pytest
+from helpers import plain
 
 from retrain.verdicts.two_sample import PermutationTest, compare_samples, runs_needed
 
 X, Y = [0.71, 0.74, 0.72, 0.78], [0.69, 0.66, 0.705, 0.68]
 
 
-def plain_cut(values: Sequence[float]) -> list[float]:
-    sizes = [abs(value) for value in values if abs(value) > 1e-9]
-    limit = 1.5 * median(sizes) if sizes else 0.0
-    return [min(max(value, -limit), limit) for value in values]
-
-
-def plain_typical(values: Sequence[float]) -> float:
-    low, high = min(values), max(values)
-    for _ in range(60):
-        middle = (low + high) / 2
-        if sum(plain_cut([value - middle for value in values])) > 0:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
-
-
 def plain_statistics(x: Sequence[float], y: Sequence[float], supposed: float = 0.0) -> list[float]:
     """Return the difference of the groups' means for every split, the observed one first."""
     pool = [value - supposed for value in x] + list(y)
-    centre = plain_typical(pool)
-    pool = plain_cut([value - centre for value in pool])
+    centre = plain.typical(pool)
+    pool = plain.cut([value - centre for value in pool])
     statistics = []
     for members in combinations(range(len(pool)), len(x)):
         others = [i for i in range(len(pool)) if i not in members]
@@ -80,6 +64,24 @@ def test_several_conditions_are_adjusted():
     # 1 of 35 pairs of splits is more than 5 % / 2
     assert (runs_needed(0.05 / 2), family[0].low) == (5, None)
     assert compare_samples([X, []], Y)[1].outcome == "cannot tell"
+
+
+def test_three_conditions_against_plain_python():
+    """Holm's p, and intervals at 1 − 0.05/3 that invert the test."""
+    baseline = [*Y, 0.70, 0.67]
+    samples = [[value + gain for value in (*X, 0.73, 0.75)] for gain in (0.0, -0.03, -0.05)]
+    raw = [plain_p(sample, baseline) for sample in samples]
+    smallest, middle, largest = sorted(range(3), key=raw.__getitem__)
+    expected = {smallest: 3 * raw[smallest]}
+    expected[middle] = max(expected[smallest], 2 * raw[middle])
+    expected[largest] = min(Fraction(1), max(expected[middle], raw[largest]))
+    for i, analysis in enumerate(compare_samples(samples, baseline)):
+        assert analysis.p == pytest.approx(float(expected[i]))
+        assert analysis.low is not None
+        assert analysis.high is not None
+        for end, outwards in ((analysis.low, -1e-6), (analysis.high, 1e-6)):
+            assert plain_p(samples[i], baseline, end - outwards) > Fraction(1, 60)
+            assert plain_p(samples[i], baseline, end + outwards) <= Fraction(1, 60)
 
 
 def test_many_splits_are_sampled():
