@@ -3,7 +3,7 @@
 ``aggregated_results.jsonl`` is one line with the numbers of all data sources (``eval/<source>/<metric>``).
 ``<source>.jsonl`` has a line for each answer, whose metric is ``score``; ``avg_score`` is its mean. The source ``all``
 has no answers of its own. With ``step_wise_trajectories`` the lines are steps of answers, so that the mean of their
-scores is another. The training seed, ``trainer.seed``, is in neither file.
+scores differs from ``avg_score``. The training seed, ``trainer.seed``, is in neither file.
 """
 
 import math
