@@ -49,7 +49,7 @@ class Compare(Section, role=Role.EVALUATES):
 
     @property
     def measure(self) -> tuple[str, str | None]:
-        """Summary of a run's curve, and name of the metric without it; None if the file names no metric."""
+        """``metric`` as (summary of a run's curve, metric key); the key is None if the file names no metric."""
         summary, colon, name = (self.metric or "final").partition(":")
         if summary not in SUMMARIES:
             return "final", self.metric

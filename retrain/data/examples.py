@@ -18,7 +18,7 @@ from retrain.config import Config
 from retrain.config.tasks import FILE_ENDINGS, Data
 from retrain.data.dataset import SPARE_TOKENS
 from retrain.data.prompts import Renderer, conversation
-from retrain.data.sources import described, encodable, read_rows
+from retrain.data.sources import encodable, read_rows, value_and_type
 from retrain.errors import DataError, ModelError
 from retrain.files import read_json
 from retrain.models.directory import find_file
@@ -128,26 +128,26 @@ def _messages(where: str, key: str, value: object) -> list[Message]:
         return [{"role": role, "content": _text(f'{where}  "{key}"', value)}]
     if not isinstance(value, list) or not value:
         form = "a list of messages" if key == "messages" else "a text or a list of messages"
-        raise DataError(f'{where}  "{key}" is {described(value)}, not {form}: write {FORMS}')
+        raise DataError(f'{where}  "{key}" is {value_and_type(value)}, not {form}: write {FORMS}')
     return [_message(f'{where}  "{key}", message {number}', each) for number, each in enumerate(value, start=1)]
 
 
 def _message(where: str, value: object) -> Message:
     if not isinstance(value, Mapping):
-        raise DataError(f'{where} is {described(value)}, not a message: write {{"role": "user", "content": "…"}}')
+        raise DataError(f'{where} is {value_and_type(value)}, not a message: write {{"role": "user", "content": "…"}}')
     role = value.get("role")
     if role == "tool" or value.get("tool_calls"):
         raise DataError(
             f"{where} is a call or an answer of a tool, which the warm-up does not train on: remove the row"
         )
     if role not in ROLES:
-        raise DataError(f"{where} has the role {described(role)}: write one of {', '.join(ROLES)}")
+        raise DataError(f"{where} has the role {value_and_type(role)}: write one of {', '.join(ROLES)}")
     return {"role": role, "content": _text(where, value.get("content"))}
 
 
 def _text(where: str, value: object) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{where} is {described(value)}, not a text: write a text")
+        raise DataError(f"{where} is {value_and_type(value)}, not a text: write a text")
     if not value.strip():
         raise DataError(f"{where} is empty: write its text, or remove the row")
     return encodable(where, value)
@@ -175,14 +175,14 @@ class ExampleRenderer:
         self._numbers = dict[int, int]()  # Interned token ids: the examples take a fifth of the memory
 
     def check(self, source: str, dialogues: Sequence[Dialogue]) -> None:
-        """Raise DataError as ``examples`` does. Only rows that may be over-long are tokenised, which takes most of the
-        time: a token is a byte or more."""
+        """Raise the DataErrors of ``examples``. Only rows with more bytes than ``limit`` are tokenised, because a token
+        has at least one byte, and tokenising takes most of the time."""
         long = [dialogue for dialogue in dialogues if self._bytes(dialogue) + SPARE_TOKENS > self.limit]
         self.examples(source, long, [], len(dialogues))
 
     def examples(self, source: str, dialogues: Sequence[Dialogue], notes: list[str], total: int = 0) -> list[Example]:
         """Return the sequences of all rows. Over-long rows are left out and noted, or raise DataError; DataError too if
-        none remains, or if the chat template does not fit a row. ``total``: rows of the source, if more than given."""
+        none of ``total`` rows (default: all) remains, or if the chat template does not fit a row."""
         total = total or len(dialogues)
         examples, longer = list[Example](), dict[str, int]()
         for dialogue in dialogues:

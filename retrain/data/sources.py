@@ -414,7 +414,7 @@ def _prompt(where: str, column: str, value: object) -> str | tuple[Mapping[str, 
             raise DataError(f'{where}  column "{column}" is empty')
         return encodable(f'{where}  column "{column}"', value)
     if not isinstance(value, list) or not value:
-        raise DataError(f'{where}  column "{column}" is {described(value)}, not a text or a list of chat messages')
+        raise DataError(f'{where}  column "{column}" is {value_and_type(value)}, not a text or a list of chat messages')
     for message in value:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise DataError(f'{where}  column "{column}": a message is not {{"role": "…", "content": "…"}}')
@@ -432,14 +432,14 @@ def _answer(where: str, column: str, value: object) -> str:
     if isinstance(value, str):
         return encodable(f'{where}  column "{column}"', value).strip()
     if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
-        raise DataError(f'{where}  column "{column}" is {described(value)}, not a text or a number')
+        raise DataError(f'{where}  column "{column}" is {value_and_type(value)}, not a text or a number')
     return str(value)
 
 
 def _tags(where: str, column: str, value: object) -> list[str]:
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if any(isinstance(tag, bool) or not isinstance(tag, str | int) for tag in values):
-        raise DataError(f'{where}  column "{column}" is {described(value)}, not a tag or a list of tags')
+        raise DataError(f'{where}  column "{column}" is {value_and_type(value)}, not a tag or a list of tags')
     label = f'{where}  column "{column}"'
     return [encodable(label, str(tag)) for tag in values if str(tag).strip()]  # an empty cell is no tag
 
@@ -451,5 +451,5 @@ def encodable(label: str, text: str) -> str:
     return text
 
 
-def described(value: object) -> str:
+def value_and_type(value: object) -> str:
     return "null" if value is None else f"{str(value)[:40]!r} ({type(value).__name__})"

@@ -1,5 +1,5 @@
-"""Check that servers sample from the weights that are trained here: running ones, or the vLLM that a campaign's file
-starts."""
+"""Check that servers, running ones or the vLLM that a campaign's file starts, sample from the same weights as the model
+in this process."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

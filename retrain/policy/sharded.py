@@ -236,7 +236,7 @@ def _find_files(source: str, options: Mapping[str, Any]) -> Mapping[str, str]:
             return dict.fromkeys(file.keys(), single_file)
     index = cached_file(source, INDEX, **hub_options, **missing)
     if not index:
-        raise ModelError(f"it has neither {WHOLE} nor {INDEX}, and others cannot be read in parts: {INSTEAD}")
+        raise ModelError(f"it has neither {WHOLE} nor {INDEX}, the only files that can be read in parts: {INSTEAD}")
     names: dict[str, str] = json.loads(Path(index).read_bytes())["weight_map"]
     paths = {name: str(cached_file(source, name, **hub_options)) for name in set(names.values())}
     return {name: paths[file] for name, file in names.items()}

@@ -68,7 +68,7 @@ def recorded_plan(targets: Sequence[str], sets: Sequence[str]) -> Plan:
             specs = sorted(plan.specs, key=lambda spec: run_directory(home, spec).resolve() not in inside)
             return replace(plan, specs=specs)
     _refuse_mistyped(targets[0])
-    raise UsageError(f"{targets[0]} is no run with settings of its own: name the held-out problems with --file FILE")
+    raise UsageError(f"{targets[0]} has no recorded settings: name the held-out problems with --file FILE")
 
 
 def subjects_of(targets: Sequence[str], base: str | None, template: RunSpec) -> list[Subject]:

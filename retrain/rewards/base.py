@@ -194,7 +194,7 @@ class FormatReward(Reward):
 
 def overlong_penalty(tokens: int, longest: int, soft: int) -> float:
     """Return DAPO's penalty of an answer near the length limit (arXiv 2503.14476): 0 up to ``longest`` − ``soft``
-    tokens, then −1 / ``soft`` per further token, down to −1, unlike in published code."""
+    tokens, then −1 / ``soft`` per further token. It is never below −1; published code has no such bound."""
     return max(-1.0, min(0.0, (longest - soft - tokens) / soft))
 
 

@@ -265,7 +265,7 @@ def tests_of(problem: Problem) -> Tests:
     if not suite.sites:
         raise DataError(f'{problem.id}  column "{column}" asserts nothing, so every program would pass: add an assert')
     defines_check = any(getattr(node, "name", "") == "check" for tree in suite.trees for node in tree.body)
-    if defines_check and not suite.entry_point and "check" not in suite.called():
+    if defines_check and not suite.entry_point and not suite.uses_check():
         raise DataError(
             f'{problem.id}  column "{column}" defines check(candidate), and nothing names the candidate: add a column '
             '"entry_point" with the name of the function'

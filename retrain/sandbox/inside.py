@@ -395,7 +395,7 @@ class Output(StringIO):
 
 
 def shortened(text: str, characters: int) -> str:
-    """Return ``text``; if it is longer than ``characters``, only so many from its beginning and its end."""
+    """Return ``text``; if it is longer than ``characters``, replace the middle by a note of its length."""
     head, left_out = characters // 2, len(text) - characters
     return text if left_out <= 0 else f"{text[:head]}\n[{left_out} characters left out]\n{text[head + left_out :]}"
 

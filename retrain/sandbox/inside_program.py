@@ -25,7 +25,7 @@ def say(answer: dict[str, object]) -> None:
 
 
 def compiled(program: str, seconds: int) -> types.CodeType | None:
-    """Limit the CPU time of this process and compile the program. Report a wrong syntax, and return None for it."""
+    """Limit the CPU time of this process and compile the program. On a syntax error, send it and return None."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     random.seed(0)
     try:

@@ -24,9 +24,9 @@ INVALID = "the program sent an invalid answer"
 
 
 class ProgramError(BaseException):
-    """The program ended, returned a value without a literal, or raised an exception that is no ``Exception``.
+    """The program ended, returned a value without a literal, or raised an exception that is not an ``Exception``.
 
-    It is no ``Exception`` either: otherwise ``assertRaises(Exception)`` would pass.
+    This class is not one either: otherwise ``assertRaises(Exception)`` would pass.
     """
 
 
@@ -118,8 +118,8 @@ def clipped(text: str) -> str:
 
 
 class Instrument(ast.NodeTransformer):
-    """Puts every test into a ``try`` statement that records how it ends. Code that runs a test several times, a loop or
-    a helper function, gets one that records an error outside the test. ``sites``: the tests' source texts."""
+    """Wraps every test in a ``try`` statement that records how it ends. A loop or helper function with tests is wrapped
+    in another, which records errors outside its tests. ``sites``: the tests' source texts."""
 
     def __init__(self) -> None:
         self.sites: list[str] = []
@@ -230,7 +230,7 @@ class Suite:
         calls = []
         # The program's functions may have such names, too.
         named = {name: value for name, value in space.items() if getattr(value, "__module__", "") == "tests"}
-        if callable(named.get("check")) and self.entry_point in space and "check" not in self.called():
+        if callable(named.get("check")) and self.entry_point in space and not self.uses_check():
             calls.append(functools.partial(named["check"], space[self.entry_point]))
         for name, value in named.items():
             if name.startswith("test_") and callable(value):
@@ -240,10 +240,11 @@ class Suite:
                 calls += [functools.partial(run_method, value, method) for method in methods]
         return calls
 
-    def called(self) -> set[str]:
-        """Return the names of the functions that the tests' own top level calls."""
-        calls = [node.value for tree in self.trees for node in tree.body if isinstance(node, ast.Expr)]
-        return {node.func.id for node in calls if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    def uses_check(self) -> bool:
+        """Return whether the tests themselves use ``check``, except below an ``if`` such as that of ``__main__``."""
+        parts = [part for tree in self.trees for part in tree.body if not isinstance(part, ast.If)]
+        nodes = (node for part in parts for node in ast.walk(part))
+        return any(isinstance(node, ast.Name) and node.id == "check" for node in nodes)
 
     def tried(self, program: Program, call: Any) -> None:
         try:

@@ -182,8 +182,8 @@ class Bases:
         return compute() if self.ranks is None else self.ranks.from_first(point, compute)
 
     def smallest_memory(self, plan: Callable[[], MemoryPlan]) -> MemoryPlan:
-        """Return the memory plan of the rank with the least room. Each rank computes the micro-batches of certain
-        indices, so all ranks must cut a batch by the same plan."""
+        """Return the memory plan of the rank with the least free memory. All ranks must split a batch by the same plan,
+        because each rank computes the micro-batches of certain indices."""
         return plan() if self.ranks is None else min(self.ranks.gather("planning memory", plan), key=lambda p: p.room)
 
     def model_files(self, config: Config) -> ModelFiles:

@@ -149,8 +149,8 @@ def _numbers(run: RunResult, measure: Measure) -> Iterator[Row]:
 
 
 def _answers(run: RunResult, measure: Measure) -> Iterator[Row]:
-    """Yield the graded answers of the evaluations on which the deciding metric depends, and of the first; none if the
-    metric is not the accuracy, of all problems or those with a tag, or differs from that of the answers."""
+    """Yield the graded answers of the evaluations on which the deciding metric depends, and of the first. Yields none
+    unless the metric is an accuracy (of all problems or of a tag) that equals the mean of the answers."""
     tag, _, metric = _metric(measure).rpartition("/")
     if metric != ACCURACY or problem_scores(run, measure) is None:
         return

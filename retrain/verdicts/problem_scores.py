@@ -18,9 +18,9 @@ SAME = 1e-6  # Rounding tolerance between the mean over problems and the run's r
 def problem_scores(run: RunResult, measure: Measure) -> dict[str, float] | None:
     """Return the run's score on each problem, by problem id; the mean over problems is the run's value.
 
-    The scores are those of ``RunResult.problems``, else of the completions. None for metrics other than accuracy,
-    reward, length, pass@k, avg@k and maj@k, without the completions (directories of earlier releases), or if the mean
-    over problems differs from the recorded value.
+    Scores of other tools are in ``RunResult.problems``. For retrain's runs they are computed from the completions.
+    Returns None for metrics other than accuracy, reward, length, pass@k, avg@k and maj@k, for runs without completions
+    (of earlier releases), and if the mean over problems differs from the recorded value.
     """
     value, weights = run.value(measure), run.weights(measure)
     if value is None or not weights:

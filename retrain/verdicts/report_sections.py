@@ -175,7 +175,7 @@ def problem_changes(campaign: Campaign) -> list[Row]:
 
 
 def _mean_scores(runs: Sequence[Mapping[str, float] | None]) -> dict[str, float]:
-    """Return the mean score over the runs of each problem that all runs have."""
+    """Return the mean over runs of the score on each problem; only problems that all runs have."""
     scored = [scores for scores in runs if scores]
     common = set.intersection(*map(set, scored)) if scored else set[str]()
     return {problem: sum(scores[problem] for scores in scored) / len(scored) for problem in common}

@@ -86,7 +86,7 @@ class Measure:
 
     @property
     def higher_is_better(self) -> bool | None:
-        """True if a larger value is an improvement; None if unknown: values are only called higher or lower."""
+        """True if a larger value is an improvement; None if unknown, so that verdicts say "higher" and not "better"."""
         if self.merit is not None:
             return self.merit
         return True if re.search(MERITS, self.key) else None

@@ -119,7 +119,7 @@ def _scores(grades: Grades, *, is_share: bool) -> dict[str, float]:
 
 
 def merged(runs: Sequence[TableRun]) -> TableRun:
-    """Return the runs of one model as one run, with the answers of all that are done."""
+    """Return the runs of one model as one run with the answers of all finished runs."""
     finished = [run for run in runs if run.is_done] or runs[:1]
     if len(finished) == 1:
         return finished[0]
@@ -177,7 +177,7 @@ def require_possible_values(runs: Sequence[TableRun], measure: Measure) -> None:
                 continue
             place = f"{run.path}: {measure.key} of {run.table.name} is {value:g} at step {step}"
             if not measure.is_share:
-                raise UsageError(f"{place}: leave out this run, or take another metric")
+                raise UsageError(f"{place}, too large to compute with: leave out this run, or use another metric")
             percent = ", or divide values from 0 to 100 by 100" if 0 <= value <= 100 else ""
             raise UsageError(
                 f'{place}, but a share lies from 0 to 1: in [compare], type unit = "number" (--unit number){percent}'

@@ -237,7 +237,7 @@ def _answer_notes(runs: Sequence[TableRun], measure: Measure) -> list[str]:
 
 
 def _number_notes(runs: Sequence[TableRun], results: Sequence[RunResult], measure: Measure) -> list[str]:
-    """Return a warning about numbers of the tool that differ from those of its answers."""
+    """Return a warning if a number that the tool wrote differs from the value computed from its answers."""
     other = []
     for run, result in zip(runs, results, strict=True):
         for row in result.evaluations if run.is_done else ():

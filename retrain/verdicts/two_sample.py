@@ -103,13 +103,13 @@ def _analysis(test: PermutationTest | None, p: float) -> Analysis:
 
 
 def can_reject(m: int, n: int, level: float) -> bool:
-    """Return whether p can be small enough with m and n runs."""
+    """Return whether p can be at most ``level`` with m and n runs."""
     # The statistic has no sign: with groups of equal size, exchanging them is another split with the same value.
     return (2 if m == n else 1) / comb(m + n, m) <= level
 
 
 def runs_needed(level: float) -> int:
-    """Return the number of runs on each side from which on p can be small enough."""
+    """Return the smallest number of runs of each condition with which p can be at most ``level``."""
     return next(runs for runs in count(2) if can_reject(runs, runs, level))
 
 

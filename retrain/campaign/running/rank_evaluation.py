@@ -1,4 +1,4 @@
-"""Evaluate adapters on held-out problems as training does, for ``retrain eval`` and for the ranks of an adapter."""
+"""Evaluate adapters on held-out problems as training does, for ``retrain eval`` and ``retrain squeeze``."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager

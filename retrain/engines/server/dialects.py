@@ -245,8 +245,8 @@ def action_of(ask: CompletionRequest, answer: Answer, vocabulary: int, tokenizer
 
 
 def checked_logprobs(logprobs: Sequence[float | None], tokens: int) -> np.ndarray:
-    """Return the log-probabilities of so many tokens, at most 0: what is above it by rounding becomes 0. Raises
-    InvalidAnswer."""
+    """Return the log-probabilities, clipped at 0 because rounding may exceed it. Raises InvalidAnswer for a wrong
+    number of them or invalid values."""
     if len(logprobs) != tokens:
         raise InvalidAnswer(f"{len(logprobs)} log-probabilities for {tokens} tokens")
     for value in logprobs:

@@ -109,8 +109,8 @@ CONVERSIONS: Mapping[str, Callable[[object], object]] = {
 
 
 class CellConverter(dict[object, Value], Generic[Value]):
-    """Converted values by the raw ones: a call of ``convert`` for every cell would take most of the time of a large
-    table. Equal values become one object, which saves the memory of repeated texts."""
+    """Cache of converted values by raw value: a call of ``convert`` for every cell would take most of the time of a
+    large table. Equal values become one object, which saves the memory of repeated texts."""
 
     def __init__(self, convert: Callable[[object], Value]):
         super().__init__()

@@ -158,7 +158,7 @@ class _Collector:
             )
 
     def _opened(self, files: RunFiles) -> list[tuple[Format, ResultFile]]:
-        """Return the files of a run that are read, with their formats; not those that are empty, or whose path names a
+        """Return the files of a run to read, with their formats. Leaves out empty files, and files whose path names a
         step that is not needed."""
         steps: dict[str | None, set[int]] = {}
         for file in files.files:

@@ -1,8 +1,9 @@
 """Logs of inspect-ai 0.3: ``.eval`` (a ZIP archive in Zstandard) and ``.json``.
 
-A scorer's answers have the name of the metric that inspect makes of them: ``match/accuracy``, or ``length/mean`` for
-one value of a scorer with several. Epochs are answers to the same problem. Condition and seed are those in the metadata
-or the tags (``seed=1``) of the evaluation; without a condition there, those in the model's name (``org/grpo-s1``).
+A grade has the name of the metric that inspect computes from it, ``<scorer>/<metric>``, such as ``match/accuracy``;
+if a scorer gives several values, ``<value>/<metric>``, such as ``length/mean``. Epochs are answers to the same problem.
+Condition and seed are those in the metadata or the tags (``seed=1``) of the evaluation; without a condition there,
+those in the model's name (``org/grpo-s1``).
 """
 
 import json

@@ -46,7 +46,7 @@ def json_document(path: Path) -> Any:
     except OSError as error:
         raise NotReadable(path, error) from error
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON ({error}): restore the file, or leave it out of path") from error
+        raise UsageError(f"{path} is not JSON ({error}): restore the file, or give a path that excludes it") from error
 
 
 def json_object(path: Path) -> Row:

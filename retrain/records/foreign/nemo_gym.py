@@ -29,7 +29,7 @@ def _recognises(path: Path) -> bool:
 
 
 def _choose(files: Sequence[Path]) -> Sequence[Path]:
-    """Leave out the files that are read with their ``<output>.jsonl``."""
+    """Return the outputs, and aggregated metrics without an output; ``_rows`` finds the files beside an output."""
     outputs = [path for path in files if not path.name.endswith((FAILURES, PLANNED, AGGREGATED))]
     read = {_beside(path, AGGREGATED) for path in outputs}
     return outputs + [path for path in files if path.name.endswith(AGGREGATED) and path not in read]

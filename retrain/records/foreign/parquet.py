@@ -1,6 +1,6 @@
 """Parquet files of results, read in batches.
 
-Of large tables, those with answers to problems, only the rows of the needed steps are read.
+Tables with answers to problems may be large, so only their rows of the needed steps are read.
 """
 
 from collections import defaultdict
@@ -57,8 +57,8 @@ def parquet_batches(path: Path, request: ReadRequest) -> Iterator[Batch]:
 
 
 def _needed_steps(file: "ParquetFile", layout: TableLayout, request: ReadRequest) -> set[int | None] | None:
-    """Return the steps that any run needs, with None for rows that name no step; None if all rows are read. Tables
-    without problems are small, and may have steps without a value."""
+    """Return the steps that any run needs, with None for rows that name no step; None if all rows are read, as of
+    tables without problems: these are small, and the last steps may have no value of the metric."""
     import pyarrow
 
     if request.steps == "all" or not {"step", "problem"} <= layout.columns.keys():

@@ -266,6 +266,6 @@ def _require_readable(path: Path) -> None:
 
 
 def _name_with_seed(path: Path) -> str:
-    """Return the name of a file or directory with a seed, with that of its parent if it is a seed alone; else ""."""
+    """Return a name that contains a seed, preceded by the parent's name if it is only a seed; "" without a seed."""
     label, seed = condition_and_seed(path.name)
     return "" if seed is None else f"{path.parent.name}/{path.name}" if label == path.name else path.name

@@ -89,7 +89,7 @@ def _scalars(event: Any, request: ReadRequest) -> Iterator[tuple[str, float]]:
 
 
 def _damaged(path: Path, number: int) -> UsageError:
-    return UsageError(f"{path}, record {number} is damaged: restore the file from a copy, or leave it out of path")
+    return UsageError(f"{path}, record {number} is damaged: restore the file, or give a path that excludes it")
 
 
 def _choose(files: Sequence[Path]) -> Sequence[Path]:

@@ -58,8 +58,8 @@ class TrlReader(DirectoryReader):
 
 
 def newest_state(files: Sequence[Path]) -> Path | None:
-    """Return the state with the most steps among those of one run. Of equal ones it is that of the output directory,
-    which a script saves after the last evaluation."""
+    """Return the state of a run with the most steps. The output directory's takes precedence over a checkpoint's of the
+    same step, because a script saves it after the last evaluation."""
 
     def progress(path: Path) -> tuple[int, bool]:
         match = CHECKPOINT.fullmatch(path.parent.name)

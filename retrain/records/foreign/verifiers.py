@@ -30,7 +30,7 @@ def _recognises(path: Path) -> bool:
 
 
 def _choose(files: Sequence[Path]) -> Sequence[Path]:
-    """Leave out training, and the files without the episodes that have an error."""
+    """Leave out episodes of training, and ``effective``, which lacks episodes with an error."""
     chosen = [path for path in files if _step_of(path) is None or path.parts[-3:-1] == ("eval", "all")]
     if files and not chosen:
         raise UsageError(f"{files[0]} is not read: name the episodes of an evaluation, {EPISODES}")

@@ -161,6 +161,6 @@ class Comparison(Record):
     )
 
     def to_json(self) -> Row:
-        """Return the comparison as plain data, without the keys that only other tools' results have if empty."""
+        """Return the comparison as plain data. Keys that only other tools' results need are left out if empty."""
         row = asdict(self)
         return {key: value for key, value in row.items() if key not in self.omitted_if_empty or value}

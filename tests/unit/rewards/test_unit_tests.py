@@ -106,6 +106,9 @@ def test_names_and_arguments_of_functions_are_free(judged):
     test = "import collections\ntable = collections.defaultdict(list)\nadd(table)\nassert table == {1: [2]}\n"
     test += "assert table[3] == []"
     assert judged("def add(table):\n    table[1] = [2]", test).correct
+    test = "def check(a, b):\n    assert twice(a) == b\ndef test_twice():\n    check(2, 4)"
+    for columns in ({}, {"entry_point": "twice"}):
+        assert judged("def twice(n):\n    return 2 * n", test, **columns).correct
 
 
 @needs_sandbox

@@ -1,3 +1,4 @@
+import contextlib
 import importlib.util
 import os
 import re
@@ -318,6 +319,12 @@ def test_endless_loops_and_floods_of_output_are_cut(run, keep_state):
     assert "it printed more than 1048576 characters" in answers[2][0]
     assert len(answers[2][0]) < 300 + 150 + len(anew)
     assert answers[3][0] == anew + "'well'\n"
+
+
+@needs_sandbox
+def test_an_endless_line_is_cut():
+    with contextlib.closing(sandbox.Sandbox(sandbox.SandboxLimits(timeout_s=60), modules={"any": ""})) as lines:
+        assert lines.run("import os\nwhile True: os.write(101, b'x' * 9999)").ended == "output"
 
 
 @needs_sandbox

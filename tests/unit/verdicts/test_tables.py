@@ -210,7 +210,7 @@ def test_shares_from_0_to_100_are_refused():
     with pytest.raises(UsageError, match=r'^b seed 8.csv: acc of b seed 8 is 66 at step 40.*unit = "number".*by 100'):
         compare_tables(tables, Compare())
     assert the_other(tables, unit="number")["after_values"][-1] == 66.0
-    with pytest.raises(UsageError, match=r"acc of b seed 8 is -1e\+101 at step 40: leave out"):
+    with pytest.raises(UsageError, match=r"acc of b seed 8 is -1e\+101 at step 40, too large"):
         compare_tables([*eight()[:-1], scalars("b", 8, {40: -1e101})], Compare(unit="number"))
 
 
