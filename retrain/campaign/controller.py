@@ -346,12 +346,12 @@ class Controller:
         """Execute the work items and the rank analyses that are due; return False if a request to stop came first."""
         try:
             # There may be no cohorts, if an earlier process was killed between the last run and its rank analysis.
-            parts: list[Callable[[], Sequence[WorkItem]]] = [lambda: works]
+            parts = [works]
             if self.interim is not None and self.specs[0].config.campaign.lanes == "auto":
                 first = set(self.interim.seeds)
                 before = [work for work in works if any(spec.seed in first for spec in work.specs)]
-                parts = [lambda: before, lambda: [work for work in works if work not in before]]
-            return all(self.scheduler.carry_out(part()) for part in [*parts, self._squeezes])
+                parts = [before, [work for work in works if work not in before]]
+            return all(map(self.scheduler.carry_out, parts)) and self.scheduler.carry_out(self._squeezes())
         except (StorageError, DeviceLost, ServerFailed, WorkersLost) as error:
             for entry in self.manifest.runs:
                 if entry.state == "running":

@@ -90,8 +90,7 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
         print_line(name, text)
     for problem in () if problems.is_read else data_problems(plan, source):
         print(f"note: {problem}", file=sys.stderr)
-    for first in {repr(spec.config.warmup): spec.config for spec in conditions}.values():
-        print_lines("warm-up", warmup_texts(first, plan.folder))
+    print_lines("warm-up", warmup_texts(conditions, plan.folder))
     print_line("seeds", " ".join(map(str, seeds)))
     held_out = estimate.held_out_sets(config, problems.sizes) if config.evaluation.sets else ()
     print_lines("held out", map(partial(held_out_text, config), held_out))
@@ -133,22 +132,23 @@ def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
     return (condition_name(spec.label), *credit, ", ".join(changed) or "-")
 
 
-def warmup_texts(config: Config, folder: Path) -> Iterator[str]:
-    """Yield what ``[warmup]`` trains on, and which runs share it; nothing without a source. Rows are counted, not
-    tokenised."""
-    warmup = config.warmup
-    if warmup.source is None:
-        return
-    length = plural(warmup.steps, "step") if warmup.steps else plural(warmup.epochs or 1, "epoch")
-    try:
-        rows = len(read_dialogues(config, warmup.source, warmup.split, folder))
-        examples = plural(rows, "example")
-        length += "" if warmup.steps else f" = at most {plural(warmup.step_count(rows), 'step')}"
-    except Exception as error:  # RetrainError, or any exception of a user's data function
-        examples = f"not read: {reason_of(error)}"
-    batch = f"{warmup.batch_size} examples of at most {warmup.max_tokens:,} tokens"
-    yield f"{one_line(warmup.source)}: {examples}; {length} of {batch}, lr {warmup.lr:g}"
-    yield "trained once, before the first step, for all conditions and seeds with equal model, LoRA and optimizer keys"
+def warmup_texts(conditions: Sequence[RunSpec], folder: Path) -> Iterator[str]:
+    """Yield what each ``[warmup]`` trains on, and which runs share it. Rows are counted, not tokenised."""
+    configs = {repr(spec.config.warmup): spec.config for spec in conditions if spec.config.warmup.active}
+    for config in configs.values():
+        warmup, source = config.warmup, config.warmup.source or ""
+        length = plural(warmup.steps, "step") if warmup.steps else plural(warmup.epochs or 1, "epoch")
+        try:
+            rows = len(read_dialogues(config, source, warmup.split, folder))
+            examples = plural(rows, "example")
+            length += "" if warmup.steps else f" = at most {plural(warmup.step_count(rows), 'step')}"
+        except Exception as error:  # RetrainError, or any exception of a user's data function
+            examples = f"not read: {reason_of(error)}"
+        batch = f"{warmup.batch_size} examples of at most {warmup.max_tokens:,} tokens"
+        yield f"{one_line(source)}: {examples}; {length} of {batch}, lr {warmup.lr:g}"
+    if configs:
+        keys = "equal model, LoRA and optimizer keys"
+        yield f"trained once, before the first step, for all conditions and seeds with {keys}"
 
 
 def held_out_text(config: Config, held_out: HeldOut) -> str:

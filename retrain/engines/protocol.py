@@ -1,5 +1,6 @@
 """The protocol of an engine: requests in, actions out, with log-probabilities under the sampled distribution."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypedDict
 
@@ -17,8 +18,8 @@ class EngineState(TypedDict, total=False):
 class Engine(Protocol):
     """A sampler. ``gives_entropy``: actions carry full-vocabulary entropies. ``exact``: equal weights, requests and
     seeds give equal bits. ``is_concurrent``: sampling and training use different processors, so that later steps can be
-    sampled during an update; ``sample`` may then be called from several threads. Methods with a body are defaults, for
-    engines without such a state."""
+    sampled during an update; ``sample`` may then be called from several threads. Subclasses must define ``publish`` and
+    ``sample``; the other methods do nothing by default."""
 
     gives_entropy: bool = False
     exact: bool = False
@@ -29,6 +30,7 @@ class Engine(Protocol):
         """Return the seconds that the last ``sample`` spent on loading published weights; None if not measured."""
         return None
 
+    @abstractmethod
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
         """Make the weights available to requests for the policy ``ref``, until it is retired."""
 
@@ -47,6 +49,7 @@ class Engine(Protocol):
     def cancel(self) -> None:
         """Cancel ``sample`` calls in other threads: they raise or end soon."""
 
+    @abstractmethod
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
     ) -> list[list[Action]]:

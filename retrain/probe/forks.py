@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from retrain.campaign.planning.plan import Plan, base_key, cut, smaller_cohorts
-from retrain.config.evaluation import Extent
 from retrain.config.runs import RunSpec
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import read_json
@@ -217,8 +216,7 @@ def _continue(job: CohortJob, fork: Fork, results: _Measurements, bases: Bases) 
         for run in cohort.runs:
             if "sepa" not in fork.state.algorithm:
                 run.algorithm.restore(with_open_gate(run.algorithm.state()))
-        evaluations: dict[int, Extent] = {fork.end: "whole"}
-        cohort.extents = dict.fromkeys(cohort.runs, evaluations.get)
+        cohort.extent = lambda run: "whole" if run.step == fork.end else None
         first = {run.spec.seed: run for run in reversed(cohort.runs) if run.spec.seed not in results.before}
         with closing(cohort.train()) as pauses:
             next(pauses)  # after this the engine has the weights

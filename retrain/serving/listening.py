@@ -39,7 +39,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket, name: str | None = None) -> str:
-    """Return the server's URL; ``name``: the host to name instead of all interfaces, if the server listens on them."""
+    """Return the server's URL. ``name`` replaces the host of a server that listens on all interfaces."""
     host, port = bound.getsockname()[:2]
     if name is not None and host in ("0.0.0.0", "::"):
         host = name

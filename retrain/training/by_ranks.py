@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from retrain.engines.protocol import Engine, Finished
+from retrain.policy.protocol import PolicySnapshot
 from retrain.ranks import RankGroup
 from retrain.rollouts.collect import CollectResult, RolloutRequest, collect
 from retrain.rollouts.queue import RolloutQueue, SampledStep
 from retrain.rollouts.resample import Resample
-from retrain.types import Action, Group, SampleRequest
+from retrain.types import Action, Group, PolicyRef, SampleRequest
 
 Owner = TypeVar("Owner")
 
@@ -70,6 +71,8 @@ class ServedQueue(RolloutQueue[Owner]):
 
 class AbsentEngine(Engine):
     """Engine of the ranks that do not sample, because rank 0 samples from servers."""
+
+    def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None: ...
 
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None

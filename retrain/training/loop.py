@@ -64,7 +64,7 @@ class Cohort:
         self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure, ahead, evaluator.collect)
         if ranks is not None and any(run.config.inference.served for run in runs):
             self.queue = ServedQueue(engine, ahead, ranks)
-        self.extents: Mapping[Run, Callable[[int], Extent | None]] = {r: r.config.evaluation_after for r in self.runs}
+        self.extent: Callable[[Run], Extent | None] = lambda run: run.config.evaluation_after(run.step)
         self.failures = Failures(engine, self.queue, observer, ranks)
         self.saver = Saver(self.failures, lambda: {"pressure": pressure and pressure.state(), "engine": engine.state()})
         self.evaluations = CohortEvaluator(evaluator, observer, self.saver, self.failures)
@@ -96,17 +96,14 @@ class Cohort:
             results = self._learn(_alive(active), selections)
         for run in results:
             run.publish_to(self.engine)
-        extents: dict[Run, Extent | None] = {run: self.extents[run](run.step) for run in _alive(results)}
+        extents: dict[Run, Extent | None] = {run: self.extent(run) for run in _alive(results)}
         if any(extents.values()):
             with self.queue.paused():
                 self.evaluations.trained(extents)
-        shared: dict[str, object] = {"cohort_size": len(active), "perf/peak_memory_gib": peak_memory_gib()}
-        shared |= {"timing_weight_sync_inference_total": sampled.sync_seconds}
-        shared |= self.pressure.metrics() if self.pressure else {}
+        shared = {"cohort_size": len(active), **self._shared_metrics(sampled)}
         ahead = {"queue_depth": sampled.depth, "time/overlap": self.queue.overlap(learning, timestamp())}
         for run in _alive(results):
-            extra = shared | (ahead if run.requests.recent.bound else {})
-            self._record(run, selections[run], results[run], extra)
+            self._record(run, selections[run], results[run], shared | ahead if run.requests.recent.bound else shared)
         self._save_if_due(active, points)
 
     # -- the parts of a step, in order --------------------------------------------------------------------------
@@ -157,6 +154,11 @@ class Cohort:
             if run.error is not None:
                 self.observer.run_finished(run.spec, "failed", run.error)
         return {run: results[run] for run in runs if run in results}
+
+    def _shared_metrics(self, sampled: SampledStep[Run]) -> dict[str, object]:
+        sync = {"timing_weight_sync_inference_total": sampled.sync_seconds}
+        pressure = self.pressure.metrics() if self.pressure else {}
+        return {"perf/peak_memory_gib": peak_memory_gib(), **sync, **pressure}
 
     def _record(self, run: Run, selected: SelectedGroups, result: StepResult, shared: Mapping[str, object]) -> None:
         now = timestamp()

@@ -64,7 +64,7 @@ class WarmUpPlan:
     config: Config
     train: list[Sample]
     held_out: list[Sample]
-    data_hash: str  # Of tokens and masks
+    data_hash: str  # Hash of all tokens and loss masks
     notes: tuple[str, ...] = ()
 
     @property

@@ -244,7 +244,8 @@ class Sample:
 
 
 class Want(StrEnum):
-    """Scores of sampled tokens that can be requested; a policy computes all but ``TEACHER``."""
+    """Scores of sampled tokens. ``Policy.score`` computes all but ``ENTROPY``, which only terms of the loss need, and
+    ``TEACHER``."""
 
     LOGPROBS = "logprobs"
     ENTROPY = "entropy"

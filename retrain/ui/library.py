@@ -22,7 +22,6 @@ from retrain.ui.sources import Home, RunSource, foreign_home, is_our_run, our_ho
 from retrain.util.jsonl import Tail
 
 DEPTH = 2  # How many levels below a given directory campaigns and runs are looked for
-FRESH_S = 0.8  # Seconds for which a reading is cached
 CHECKED_S = 0.5  # Seconds for which the check of a run's paths is cached
 MOST_FOLDERS = 5_000
 
@@ -31,10 +30,11 @@ CachedHome = tuple[float, Hashable, Home | None]  # (time of reading, stamp, res
 
 class Library:
     """Campaigns and runs of some directories; thread-safe. ``cache``: directory for columns of metrics of long runs
-    that wrote no columns themselves; without it these columns are held in memory."""
+    that wrote no columns themselves; without it these columns are held in memory. ``fresh_s``: seconds for which a
+    reading is cached."""
 
-    def __init__(self, places: Places, cache: Path | None = None):
-        self.places, self._cache, self._store = places, cache, Store()
+    def __init__(self, places: Places, cache: Path | None = None, fresh_s: float = 0.8):
+        self.places, self.fresh_s, self._cache, self._store = places, fresh_s, cache, Store()
         self.readers: Sequence[ForeignReader] = (CookbookReader(), TrlReader(), TrackioReader())
         self._lock = RLock()
         self._paths: list[Path] = []
@@ -48,7 +48,7 @@ class Library:
 
     def homes(self) -> list[Home]:
         with self._lock:
-            if time.monotonic() - self._looked > FRESH_S:
+            if time.monotonic() - self._looked > self.fresh_s:
                 self._paths = [path for root in self.places.roots.values() for path in self._below(root, DEPTH)]
                 self._looked = time.monotonic()
             paths = list(dict.fromkeys(self._paths))
@@ -123,7 +123,7 @@ class Library:
 
     def _read(self, path: Path) -> Home | None:
         moment, stamp, home = self._homes.get(path, (-1e9, None, None))
-        if time.monotonic() - moment > FRESH_S:
+        if time.monotonic() - moment > self.fresh_s:
             try:
                 if home is None or home.stamp(self.places) != stamp:
                     home = our_home(path, self.places) or self._foreign(path)

@@ -180,8 +180,8 @@ def trackio_project(path: Path, runs: Sequence[tuple[str, dict[str, Any]]], step
 
 
 def client_of(*directories: Path, cache: Path | None = None, **options: Any) -> TestClient:
-    """A browser's side of a server over these directories."""
-    library = Library(Places(directories), cache)
+    """A browser's side of a server over these directories, which looks at the files in every request."""
+    library = Library(Places(directories), cache, fresh_s=-1.0)
     return TestClient(app_of(library, **options), base_url=HOST, raise_server_exceptions=True)
 
 

@@ -201,8 +201,8 @@ def custom_rewards(plan: Plan) -> CustomRewards:
         module, functions = part.custom_module, part.custom_function
         if part.type != "custom" or module is None or _code_of(part) in codes:
             continue
-        limit = f"tried {MAX_FAILED_STARTS} times for {START_SECONDS:g} s"
-        message = f"note: importing {module} takes more than {SLOW_IMPORT_S:g} s; it is {limit}"
+        attempts = f"{MAX_FAILED_STARTS} attempts of {START_SECONDS:g} s"
+        message = f"note: importing {module} takes more than {SLOW_IMPORT_S:g} s; retrain makes up to {attempts}"
         slow = Timer(SLOW_IMPORT_S, print, [message], {"file": sys.stderr})
         slow.start()
         try:
@@ -263,8 +263,7 @@ def _environment_problem(loaded: LoadedConfig, config: Config, folder: Path) -> 
 def _data_problem(loaded: LoadedConfig, config: Config, plan: Plan, rewards: CustomRewards) -> ConfigProblem | None:
     sources, folder = sources_of(config), plan.folder
     absent = {key for key, _, _ in absent_packages(config, folder)}  # reported separately
-    asked = {key: value for key, value in sources.items() if value != "arithmetic"}
-    remote = {key for key, value in asked.items() if is_plugin(value) or on_hub(value, folder)}
+    remote = {key for key, value in sources.items() if is_plugin(value) or on_hub(value, folder)}
     local = [key for key in sources if key not in absent | remote]
     fault = None
     try:

@@ -183,7 +183,10 @@ def test_a_module_that_is_slow_to_import_is_named_meanwhile(tmp_path, module, mo
     (tmp_path / "mine.py").write_text(f"import time\ntime.sleep(1)\n{module.read_text()}")
     result = run_cli("check", file)
     assert result.exit_code == 0, result.output
-    assert result.stderr == f"note: importing {tmp_path}/mine.py takes more than 0.1 s; it is tried 3 times for 60 s\n"
+    assert (
+        result.stderr
+        == f"note: importing {tmp_path}/mine.py takes more than 0.1 s; retrain makes up to 3 attempts of 60 s\n"
+    )
 
 
 def test_functions_of_trl_and_parts_of_a_result_are_recorded_by_name(tmp_path, module, model):

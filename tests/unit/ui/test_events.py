@@ -16,10 +16,9 @@ from retrain.ui.server import app_of
 
 
 @pytest.fixture
-def library(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
+def library(tmp_path):
     campaign(tmp_path / "one", state="running")
-    return Library(Places([tmp_path / "one"]))
+    return Library(Places([tmp_path / "one"]), fresh_s=-1.0)
 
 
 def test_a_new_comparison_is_told_and_made_when_its_files_change(library, tmp_path):

@@ -27,12 +27,6 @@ SAMPLES = {
 SAMPLED = ("iterations.jsonl", "timing_spans.jsonl", "emergence/*", "tokens_*", "*_rollout_summaries.jsonl")
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch):
-    """Every request looks at the files."""
-    monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     return record(tmp_path_factory.mktemp("made"))
@@ -195,7 +189,7 @@ def test_columns_of_a_long_run_are_made_in_the_cache_and_nothing_beside_it(tmp_p
     ask(client, ROWS, 400, 404)
     assert {path: path.stat().st_mtime_ns for path in home.rglob("*")} == before
     assert len(list((tmp_path / "cache").glob("*.f32"))) == 2
-    library = Library(Places([home]), tmp_path / "cache")
+    library = Library(Places([home]), tmp_path / "cache", fresh_s=-1.0)
     assert [len(library.numbers(run)) for run in library.home("one").runs] == [300, 300]  # at once, as they are cached
     again = client_of(home, cache=tmp_path / "cache")
     assert rewards(again) == rewards(client)

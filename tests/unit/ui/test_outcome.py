@@ -112,11 +112,10 @@ def test_the_time_left_is_that_of_all_steps_at_the_pace_of_late(tmp_path):
     assert one["left_s"] == (10 + 10 + 16) * 2.0 / 2  # two runs at a time, two seconds a step
 
 
-def test_only_directories_that_have_changed_are_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
+def test_only_directories_that_have_changed_are_read_again(tmp_path):
     for name in ("one", "two"):
         campaign(tmp_path / name)
-    library = Library(Places([tmp_path]))
+    library = Library(Places([tmp_path]), fresh_s=-1.0)
 
     def known():
         return {home.name: home for home in library.homes()}

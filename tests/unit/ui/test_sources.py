@@ -58,8 +58,7 @@ def test_runs_of_other_tools_beside_ours_and_an_empty_directory(tmp_path):
     assert get(client_of(empty), "/api/places") == {"places": [], "reading": {"done": 0, "of": 0}}
 
 
-def test_a_trl_run_from_its_newest_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
+def test_a_trl_run_from_its_newest_checkpoint(tmp_path):
     home = tmp_path / "grpo_out"
     trainer_state(home / "checkpoint-5", 5)
     trainer_state(home / "checkpoint-10", 10)
@@ -97,8 +96,7 @@ def test_several_evaluation_sets_of_a_trl_step_are_kept_apart(tmp_path):
     assert (run["x"], values) == ([10, 20], [[0.25, None], [0.75, 1], [0.5, None], [0.1, None], [20, None]])
 
 
-def test_a_trackio_project_is_read_while_it_is_written_and_stays_as_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
+def test_a_trackio_project_is_read_while_it_is_written_and_stays_as_it_is(tmp_path):
     (home := tmp_path / "trackio").mkdir()
     runs = [("grpo_s1", {"lr": 1e-5}), ("a/b", {"_Group": "rloo", "seed": 7}), ("grpo_s2", {"lr": 1e-5})]
     writer = trackio_project(home / "lab.db", runs, 3)
