@@ -73,7 +73,7 @@ def judge_tables(
         source=f"{tools} ({plural(len(files), 'file')})",
         replicate="none" if replicates == "models" else "training",
         pairing="seed" if replicates == "pairs" else "none",
-        read=[f"read {plural(len(runs), 'run')} of {tools}: {_content(runs, len(labels))}"],
+        read=[f"read {plural(len(runs), 'run')} from {tools}: {_content(runs, len(labels))}"],
     )
     return TableComparison(comparison, results, measure)
 

@@ -48,7 +48,7 @@ def test_check_counts_the_runs(results):
     line = run_cli("check", "compare.toml").stdout.strip()
 
     assert line == (
-        "compare.toml: fine, read 16 runs of verl: 2 conditions, 20 problems × 1 answer, steps 0, 40; problem sets "
+        "compare.toml: fine, read 16 runs from verl: 2 conditions, 20 problems × 1 answer, steps 0, 40; problem sets "
         "equal; metric final:acc"
     )
 
@@ -71,7 +71,7 @@ def test_the_terminal_shows_what_was_read_and_the_runs_that_are_missing(results)
 
     lines = run_cli("compare", "compare.toml").stdout.splitlines()
 
-    assert lines[0].startswith("read 15 runs of verl: 2 conditions")
+    assert lines[0].startswith("read 15 runs from verl: 2 conditions")
     assert lines[-1].endswith("1 missing run is not in the means: rloo seed 5.")
 
 

@@ -102,6 +102,7 @@ def _problems(plan: Plan, loaded: LoadedConfig, rewards: CustomRewards) -> Itera
         if teacher is not None and (fault := teacher_fault(spec.config, folder)):
             yield _problem_at(loaded, "distillation.teacher", teacher, f'is "{teacher}": {fault}')
         yield from _reward_problems(loaded, spec.config, folder, rewards)
+        yield from _key_problems(loaded, spec.config)
 
 
 def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, object, str]]:
@@ -373,20 +374,28 @@ def _capability_problems(loaded: LoadedConfig, config: Config, backend: Any) -> 
 def _reward_problems(
     loaded: LoadedConfig, config: Config, folder: Path, rewards: CustomRewards
 ) -> Iterator[ConfigProblem]:
-    is_here = config.campaign.executor in ("inprocess", "processes")  # others may set variables where they train
     for table, part in config.graders:
         name = part.reward_model if part.type == "reward_model" else None
         if name is not None and (fault := reward_model_fault(name, *search_folders(folder))):
             fix = "name the directory, or the hub's name, of a sequence-classification model with one label"
             yield _problem_at(loaded, f"{table}.reward_model", name, f'is "{name}": {fault}', fix)
-        if (variable := part.judge_api_key_env) and is_here and not os.environ.get(variable):
-            message, fix = f'is "{variable}": ${variable} is not set', f"export {variable}=…"
-            yield _problem_at(loaded, f"{table}.judge_api_key_env", variable, message, fix)
         if part.type == "unit_tests" and (fault := available()):
             yield _problem_at(loaded, f"{table}.type", part.type, f'is "unit_tests": {fault}')
         if part.type == "custom" and (fault := rewards.get(_code_of(part), CustomCode()).fault):
             message = f'is "{part.custom_module}": {fault}'
             yield _problem_at(loaded, f"{table}.custom_module", part.custom_module, message)
+
+
+def _key_problems(loaded: LoadedConfig, config: Config) -> Iterator[ConfigProblem]:
+    if config.campaign.executor not in ("inprocess", "processes"):
+        return  # others may set variables where they train
+    named = {f"{table}.judge_api_key_env": part.judge_api_key_env for table, part in config.graders}
+    named["inference.api_key_env"] = config.inference.api_key_env
+    named["distillation.api_key_env"] = config.distillation.api_key_env
+    for key, variable in named.items():
+        if variable and not os.environ.get(variable):
+            message, fix = f'is "{variable}": ${variable} is not set', f"export {variable}=…"
+            yield _problem_at(loaded, key, variable, message, fix)
 
 
 def _problem_at(loaded: LoadedConfig, key: str, value: object, message: str, fix: str = "") -> ConfigProblem:

@@ -1,6 +1,7 @@
 """Cells of a table of results: which column holds which field of ``ResultRow``, and how its values are converted."""
 
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -171,7 +172,7 @@ def _missing_column(
     field = next((field for field, column in columns.items() if column == missing), None)
     if field == "value" and "value" not in request.columns:
         free = next((name for name in reversed(short) if name and name not in columns.values()), "COLUMN")
-        fix = f"Name the one that holds the values, such as --metric {free}"
+        fix = f"Name the one that holds the values, such as --metric {shlex.quote(free)}"
     else:
         example = (
             f'where = {{ NAME = "{request.where[missing]}" }}' if field is None else f'columns = {{ {field} = "NAME" }}'

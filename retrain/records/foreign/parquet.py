@@ -47,12 +47,8 @@ def parquet_batches(path: Path, request: ReadRequest) -> Iterator[Batch]:
                     mask = np.array([_step(value) in steps for value in values])[indices]
                     batch, lines = batch.filter(pyarrow.array(mask)), lines[mask]
                 yield lines.tolist(), {name: _values(batch.column(name)) for name in names}
-    except (
-        pyarrow.ArrowException,
-        OSError,
-        ValueError,
-        OverflowError,
-    ) as error:  # also texts that are not UTF-8, and times
+    # ValueError and OverflowError: texts that are not UTF-8, and times that no date has
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise UsageError(f"{path} cannot be read as Parquet: {first_line(error)}") from None
 
 

@@ -166,12 +166,13 @@ def test_the_key_goes_to_the_server_and_nowhere_else(server: JudgeServer, monkey
 
 def test_check_finds_a_key_that_is_not_set(tmp_path, monkeypatch) -> None:
     keys = 'type = "judge"\njudge_model = "m"\njudge_api_key_env = "JUDGE_KEY"\n'
-    (tmp_path / "f.toml").write_text(f"[reward]\n{keys}[audit]\n{keys}")
+    server = '[inference]\nengine = "vllm"\nurl = "http://127.0.0.1:9"\napi_key_env = "JUDGE_KEY"\n'
+    (tmp_path / "f.toml").write_text(f"[reward]\n{keys}[audit]\n{keys}{server}")
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     result = run_cli("check", tmp_path / "f.toml")
     assert (result.exit_code, result.output.splitlines()) == (2, [
-        f'f.toml:{line}  {table}.judge_api_key_env  is "JUDGE_KEY": $JUDGE_KEY is not set: export JUDGE_KEY=…'
-        for line, table in ((4, "reward"), (8, "audit"))
+        f'f.toml:{line}  {key}api_key_env  is "JUDGE_KEY": $JUDGE_KEY is not set: export JUDGE_KEY=…'
+        for line, key in ((4, "reward.judge_"), (8, "audit.judge_"), (12, "inference."))
     ])  # fmt: skip
     monkeypatch.setenv("JUDGE_KEY", KEY)
     result = run_cli("check", tmp_path / "f.toml")

@@ -63,7 +63,7 @@ def test_paired_by_seed_under_the_rule():
     assert condition["p_value"] == analysis.p == 2**-7
     assert (condition["before"], condition["verdict"], row["share"]) == (0.5, "better", True)
     assert (row["source"], row["replicate"], row["pairing"]) == ("verl (16 files)", "training", "seed")
-    assert row["read"] == ["read 16 runs of verl: 2 conditions, steps 0, 40"]
+    assert row["read"] == ["read 16 runs from verl: 2 conditions, steps 0, 40"]
     assert "runs are finished after 40, the largest number found" in row["note"]
 
 
@@ -97,7 +97,7 @@ def test_interval_for_new_problems_from_the_answers():
     assert condition["difference_new_problems"] == pytest.approx(
         {"estimate": wider.estimate, "low": min(wider.low, low), "high": max(wider.high, high)}
     )
-    assert row["read"] == ["read 12 runs of verl: 2 conditions, 40 problems × 2 answers; problem sets equal"]
+    assert row["read"] == ["read 12 runs from verl: 2 conditions, 40 problems × 2 answers; problem sets equal"]
     assert condition["before"] is None  # the only evaluation is not one of the untrained model
 
 
