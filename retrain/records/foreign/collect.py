@@ -191,7 +191,7 @@ class _Collector:
                     place = place._replace(sample=samples[place] - 1)
                 yield place, row
         except RecursionError as error:  # JSON or YAML that a reader cannot hash or print
-            raise UsageError(f"{file.path} is nested too deeply: leave it out of path") from error
+            raise UsageError(f"{file.path} is nested too deeply: give a path that excludes it") from error
 
     def _key(self, files: RunFiles, row: ResultRow, path: Path) -> RunKey:
         """Return condition, seed and name of the run to which a row belongs. Names in the path or the section come

@@ -88,7 +88,9 @@ def _archived(path: Path) -> list[bytes]:
             header = "header.json" if "header.json" in names else "_journal/start.json"
             members = [archive.getinfo(name) for name in (header, *parts)]
             if sum(member.file_size for member in members) > LARGEST:
-                raise UsageError(f"{path} has more than {LARGEST >> 20:,} MiB of summaries: leave it out of path")
+                raise UsageError(
+                    f"{path} has more than {LARGEST >> 20:,} MiB of summaries: give a path that excludes it"
+                )
             return [archive.open(member).read(member.file_size) for member in members]
     except OSError as error:
         raise NotReadable(path, error) from None

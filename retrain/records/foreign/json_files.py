@@ -40,7 +40,7 @@ def json_document(path: Path) -> Any:
     try:
         if path.stat().st_size > LARGEST:
             raise UsageError(
-                f"{path} is larger than {LARGEST >> 20:,} MiB: leave it out of path, or write a table of it"
+                f"{path} is larger than {LARGEST >> 20:,} MiB: give a path that excludes it, or write a table of it"
             )
         return read_json(path)
     except OSError as error:
@@ -52,7 +52,7 @@ def json_document(path: Path) -> Any:
 def json_object(path: Path) -> Row:
     content = json_document(path)
     if not isinstance(content, dict):
-        raise UsageError(f"{path} is no JSON object: restore the file, or leave it out of path")
+        raise UsageError(f"{path} is no JSON object: restore the file, or give a path that excludes it")
     return content
 
 
@@ -62,7 +62,9 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         with open(path, "rb") as file:
             for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), start=1):
                 if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-                    raise UsageError(f"{path}:{number} is longer than {LONGEST_LINE >> 20} MiB: leave it out of path")
+                    raise UsageError(
+                        f"{path}:{number} is longer than {LONGEST_LINE >> 20} MiB: give a path that excludes it"
+                    )
                 yield number, line
     except OSError as error:
         raise NotReadable(path, error) from error
