@@ -31,7 +31,7 @@ from retrain.plugins import why_no_range
 
 SOURCES = ("arithmetic", "gsm8k", "math", "human_eval")
 FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".csv", ".parquet")
-Level = Literal["easy", "medium", "hard"]
+Level = Literal["easy", "medium", "hard", "long"]
 DEFAULT_TURNS = 16
 """Most turns of an episode if `max_turns` is unset."""
 
@@ -141,7 +141,7 @@ class Data(Section, role=Role.SAMPLES):
     """Treatment of longer prompts: `error` reports them before training; `skip` removes such problems from training and
     evaluation and reports their number. Also for over-long examples of [warmup]."""
     levels: Annotated[list[Level], Field(min_length=1)] | None = None
-    """Difficulties of generated problems; unset is all of them."""
+    """Difficulties of generated problems; unset is all but `long`."""
     size: Annotated[Count, ActiveIf("data.source", ("arithmetic",))] = 20_000
     """Number of training problems to generate."""
     shuffle: bool = True

@@ -1,4 +1,4 @@
-"""Generated arithmetic problems of three difficulties, the data source named ``arithmetic``.
+"""Generated arithmetic problems of four difficulties, the data source named ``arithmetic``.
 
 A problem is an expression such as ``47+38-19``, evaluated from left to right; a product can only come first, so that
 this is also the order of precedence. Its tag is its level:
@@ -6,6 +6,8 @@ this is also the order of precedence. Its tag is its level:
 - ``easy``: one addition or subtraction (``147-38``)
 - ``medium``: an addition and a subtraction of two-digit numbers (``47+38-19``)
 - ``hard``: a one-digit times a two-digit number, then an addition and a subtraction (``7*46-58+23``)
+- ``long``: three additions and subtractions in turn (``47+38-19+52``), only on request: tiny-reasoner has never seen
+  so many
 
 No intermediate result is negative. Whether a problem is held out depends only on its expression: no seed, count or
 choice of levels can bring a held-out problem into training.
@@ -25,12 +27,13 @@ from retrain.types import Problem
 Split = Literal["train", "heldout"]
 Operation = tuple[str, int]
 
-ARITHMETIC_LEVELS = ("easy", "medium", "hard")
+DEFAULT_LEVELS = ("easy", "medium", "hard")
+ARITHMETIC_LEVELS = (*DEFAULT_LEVELS, "long")
 HELDOUT_EXPRESSIONS = 1 / 8
 # Maximum number of problems of a level per call; slightly fewer than exist
 LARGEST_COUNTS = {
-    "train": {"easy": 24_000, "medium": 400_000, "hard": 400_000},
-    "heldout": {"easy": 3_200, "medium": 50_000, "hard": 50_000},
+    "train": {"easy": 24_000, "medium": 400_000, "hard": 400_000, "long": 400_000},
+    "heldout": {"easy": 3_200, "medium": 50_000, "hard": 50_000, "long": 50_000},
 }
 
 _SIDE_KEY = b"retrain arithmetic: train or held-out"
@@ -68,10 +71,10 @@ def evaluate_expression(expression: str) -> int:
 def arithmetic_problems(split: Split, count: int, levels: Sequence[str] | None = None, seed: int = 0) -> list[Problem]:
     """Return ``count`` different problems of one split, alternating between levels.
 
-    A longer list with the same seed begins with the shorter one. ``levels`` None means all three. Raises DataError
-    for an unknown split or level, and when a level has too few problems.
+    A longer list with the same seed begins with the shorter one. ``levels`` None means ``DEFAULT_LEVELS``. Raises
+    DataError for an unknown split or level, and when a level has too few problems.
     """
-    chosen = tuple(ARITHMETIC_LEVELS if levels is None else dict.fromkeys(levels))
+    chosen = tuple(DEFAULT_LEVELS if levels is None else dict.fromkeys(levels))
     unknown = [level for level in chosen if level not in ARITHMETIC_LEVELS]
     if unknown or not chosen:
         raise DataError(
@@ -108,16 +111,20 @@ def _expressions(level: str, numbers: np.random.Generator) -> list[str]:
         columns = (numbers.integers(10, 200, _BLOCK), numbers.integers(10, 100, _BLOCK))
         rows = zip(signs, *(column.tolist() for column in columns), strict=True)
         return [f"{a}-{b}" if sign else f"{a}+{b}" for sign, a, b in rows if not sign or a >= b]
-    low = 10 if level == "medium" else 12
-    columns = [numbers.integers(least, 100, _BLOCK) for least in (low, 10, 10)]
+    smallest = {"medium": (10, 10, 10), "hard": (12, 10, 10), "long": (10, 10, 10, 10)}[level]
+    columns = [numbers.integers(least, 100, _BLOCK).tolist() for least in smallest]
     factors = numbers.integers(2, 10, _BLOCK).tolist() if level == "hard" else [1] * _BLOCK
-    rows = zip(signs, factors, *(column.tolist() for column in columns), strict=True)
+    rows = zip(signs, factors, *columns, strict=True)
     return [expression for row in rows if (expression := _chain(*row))]
 
 
-def _chain(sign: int, factor: int, a: int, b: int, c: int) -> str:
-    """Return ``factor*a-b+c`` if ``sign``, else ``factor*a+b-c``, without a factor of 1; "" if a sum is negative."""
-    start, value = (str(a), a) if factor == 1 else (f"{factor}*{a}", factor * a)
-    if sign:
-        return f"{start}-{b}+{c}" if value >= b else ""
-    return f"{start}+{b}-{c}" if value + b >= c else ""
+def _chain(sign: int, factor: int, first: int, *others: int) -> str:
+    """Return ``factor*first-b+c`` if ``sign``, else ``factor*first+b-c``, without a factor of 1; "" if a sum is
+    negative."""
+    expression, value = (str(first), first) if factor == 1 else (f"{factor}*{first}", factor * first)
+    for number in others:
+        expression, value = f"{expression}{'-' if sign else '+'}{number}", value - number if sign else value + number
+        if value < 0:
+            return ""
+        sign = not sign
+    return expression

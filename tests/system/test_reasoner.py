@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from retrain.data.arithmetic import ARITHMETIC_LEVELS, arithmetic_problems
+from retrain.data.arithmetic import DEFAULT_LEVELS, arithmetic_problems
 from retrain.models.directory import bundled_model_path
 from retrain.plugins import load_file
 
@@ -53,9 +53,9 @@ def test_prompts_are_short_and_end_where_the_answer_begins(script, tokenizer):
 
 def test_accuracy_at_the_start_leaves_room_to_learn(script, model, tokenizer):
     sampled = script.measure(model, tokenizer, 100, sample=True)
-    overall = sum(sampled[level]["accuracy"] for level in ARITHMETIC_LEVELS) / len(ARITHMETIC_LEVELS)
+    overall = sum(sampled[level]["accuracy"] for level in DEFAULT_LEVELS) / len(DEFAULT_LEVELS)
     assert 0.31 <= overall <= 0.64, sampled  # 35 to 60 %, give or take the noise of 300 samples
-    assert all(sampled[level]["cut_off"] <= 0.1 for level in ARITHMETIC_LEVELS), sampled
+    assert all(sampled[level]["cut_off"] <= 0.1 for level in DEFAULT_LEVELS), sampled
     greedy = script.measure(model, tokenizer, 40, sample=False)
     assert greedy["hard"]["accuracy"] <= 0.85
 

@@ -26,7 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from retrain.data.arithmetic import ARITHMETIC_LEVELS, arithmetic_problems
+from retrain.data.arithmetic import DEFAULT_LEVELS, arithmetic_problems
 from retrain.rng import stream_key, torch_seed
 from retrain.types import Problem
 
@@ -64,8 +64,8 @@ class Stage:
 
 CURRICULUM = (
     Stage(0.18, ("easy",), PRACTICE, 1024),
-    Stage(0.55, (*ARITHMETIC_LEVELS, "hard"), PRACTICE, 2048),
-    Stage(1.0, ARITHMETIC_LEVELS, PUPIL, 2560),
+    Stage(0.55, (*DEFAULT_LEVELS, "hard"), PRACTICE, 2048),
+    Stage(1.0, DEFAULT_LEVELS, PUPIL, 2560),
 )
 
 
@@ -191,7 +191,7 @@ def _length(row: tuple[list[int], list[int]]) -> int:
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> None:
     """Imitate the demonstrations of the curriculum."""
-    pool = {level: arithmetic_problems("train", TRAIN_PROBLEMS, [level], seed) for level in ARITHMETIC_LEVELS}
+    pool = {level: arithmetic_problems("train", TRAIN_PROBLEMS, [level], seed) for level in DEFAULT_LEVELS}
     sources = [
         batches(tokenizer, pool, stage, Random(stream_key(seed, "demonstrations", i)))
         for i, stage in enumerate(CURRICULUM)
@@ -241,7 +241,7 @@ def measure(model: Any, tokenizer: Any, count: int, sample: bool, seed: int = 0)
     torch.manual_seed(torch_seed(seed, "measure"))
     model.eval()
     results = {}
-    for level in ARITHMETIC_LEVELS:
+    for level in DEFAULT_LEVELS:
         chosen = arithmetic_problems("heldout", count, [level], seed=seed)
         rows = prompt_ids(tokenizer, chosen)
         width = max(map(len, rows))
@@ -305,10 +305,10 @@ Made from scratch, without other data, by `python docs/examples/models/make_reas
 | level | sampled (temperature 1) | greedy | tokens, sampled |
 |---|---|---|---|
 """
-    for level in ARITHMETIC_LEVELS:
+    for level in DEFAULT_LEVELS:
         sampled, greedy = tables["sampled"][level], tables["greedy"][level]
         text += f"| {level} | {sampled['accuracy']:.1%} | {greedy['accuracy']:.1%} | {sampled['mean_tokens']:.0f} |\n"
-    overall = sum(tables["sampled"][level]["accuracy"] for level in ARITHMETIC_LEVELS) / len(ARITHMETIC_LEVELS)
+    overall = sum(tables["sampled"][level]["accuracy"] for level in DEFAULT_LEVELS) / len(DEFAULT_LEVELS)
     return text + (
         f"\nOverall sampled accuracy: {overall:.1%}. Measured by "
         "`python docs/examples/models/make_reasoner.py --measure retrain/models/tiny_reasoner`.\n"

@@ -2,13 +2,19 @@ from pathlib import Path
 
 import pytest
 
-from retrain.data.arithmetic import arithmetic_problems, evaluate_expression, parse_expression, split_of_expression
+from retrain.data.arithmetic import (
+    ARITHMETIC_LEVELS,
+    arithmetic_problems,
+    evaluate_expression,
+    parse_expression,
+    split_of_expression,
+)
 from retrain.errors import DataError
 from retrain.plugins import load_file
 
 
 def test_answers_agree_with_python_and_no_step_is_negative():
-    for problem in arithmetic_problems("train", 3000, seed=3):
+    for problem in arithmetic_problems("train", 4000, ARITHMETIC_LEVELS, seed=3):
         expression = problem.metadata["expression"]
         assert problem.prompt == f"{expression}=?"
         assert int(problem.answer) == eval(expression) == evaluate_expression(expression) >= 0
