@@ -6,8 +6,8 @@ this is also the order of precedence. Its tag is its level:
 - ``easy``: one addition or subtraction (``147-38``)
 - ``medium``: an addition and a subtraction of two-digit numbers (``47+38-19``)
 - ``hard``: a one-digit times a two-digit number, then an addition and a subtraction (``7*46-58+23``)
-- ``long``: three additions and subtractions in turn (``47+38-19+52``), only on request: tiny-reasoner has never seen
-  so many
+- ``long``: three additions and subtractions in turn (``47+38-19+52``), not a default level, because tiny-reasoner
+  was not trained on it
 
 No intermediate result is negative. Whether a problem is held out depends only on its expression: no seed, count or
 choice of levels can bring a held-out problem into training.

@@ -73,7 +73,7 @@ def compare_pairs(
 def comparison_of(
     conditions: Sequence[ConditionComparison], runs: Sequence[RunResult], measure: Measure, warnings: Sequence[str]
 ) -> Comparison:
-    """Return the comparison that consists of these conditions, the baseline first, with all warnings."""
+    """Return the comparison of these conditions, the baseline first, with its warnings."""
     baseline, *family = (condition.label for condition in conditions)
     standings = {condition.standing for condition in conditions}
     hacked = [f"{audit.sentence}." for audit in audited(runs, [baseline, *family]) if audit.standing == "hacked"]
@@ -225,8 +225,8 @@ class _ConditionBuilder:
     def _unseen_collapses(
         self, condition: ConditionComparison, baseline: ConditionComparison, pairs: int
     ) -> ConditionComparison:
-        """Add the rate of collapses to the level before training that ``pairs`` pairs without one leave open, and how
-        far the means then differ at most."""
+        """Add the largest share of runs that may fall back to the accuracy before training although none of ``pairs``
+        pairs did, and the largest difference of the means if they do."""
         rate = 1 - (ALPHA / (self.comparisons + 1)) ** (1 / pairs)
         sign = -1.0 if self.measure.higher_is_better is False else 1.0
         gains = [

@@ -140,7 +140,7 @@ def same_problems(runs: Sequence[TableRun], *, common: bool) -> tuple[list[Table
     if union == shared:
         return list(runs), []
     if not shared or not common:
-        raise UsageError(_difference(keyed, has_common=bool(shared)))
+        raise UsageError(_mismatch_message(keyed, has_common=bool(shared)))
     restricted = [replace(run, numbers=dict.fromkeys(run.numbers), answers=_restricted(run.answers, shared))
                   if run.is_done else run for run in runs]  # fmt: skip
     dropped = len(union) - len(shared)
@@ -148,7 +148,7 @@ def same_problems(runs: Sequence[TableRun], *, common: bool) -> tuple[list[Table
     return restricted, [f"{plural(dropped, 'problem')} that not all runs have {verb} left out"]
 
 
-def _difference(keyed: Sequence[tuple[str, Set[str]]], *, has_common: bool) -> str:
+def _mismatch_message(keyed: Sequence[tuple[str, Set[str]]], *, has_common: bool) -> str:
     """Return a message about the first evaluation whose problems differ from those of the first one."""
     where, first = keyed[0]
     elsewhere, keys = next(each for each in keyed if each[1] != first)

@@ -95,7 +95,7 @@ def _chosen(
     if others := [table.name for table in tables if table.seed not in (None, *seeds)]:
         notes.append(f"Not among the seeds, and left out: {listed(others, NAMED)}.")
     if len(others) == len(tables):
-        raise UsageError(f"there are no results of the seeds: there are those of {listed(others, NAMED)}")
+        raise UsageError(f"no run has one of the seeds in [compare]: the runs are {listed(others, NAMED)}")
     return [table for table in tables if table.seed in (None, *seeds)]
 
 
@@ -146,7 +146,9 @@ def _numbered(
         numbers[table.condition] += 1
         numbered.append(replace(table, seed=numbers[table.condition]))
     most = max(numbers.values())
-    excess = [f"a condition has {most} runs for {plural(len(planned), 'seed')}"] if most > len(planned) > 0 else []
+    excess = (
+        [f"a condition has {most} runs, but {plural(len(planned), 'seed')} declared"] if most > len(planned) > 0 else []
+    )
     return numbered, range(1, len(planned) + 1), excess
 
 

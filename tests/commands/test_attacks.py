@@ -179,7 +179,7 @@ def test_evaluations_that_are_copied_from_another_run(first):
 
 def test_a_declaration_that_is_removed(first):
     edit_manifest(first, lambda content, entry: content.pop("declared"))
-    assert "no declaration, so that what was declared is not known" in command("resume", first, status=2)
+    assert "no declaration, although runs have begun" in command("resume", first, status=2)
 
 
 def test_a_manifest_that_is_deleted_and_declared_anew(trained, first):

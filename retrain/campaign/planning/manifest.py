@@ -42,7 +42,7 @@ CONCLUSIONS = ("comparison", "squeeze", "squeezes", "report")
 # Files of a campaign or run that are written before its first run begins
 RECORDS = (MANIFEST, PLAN, CONFIG, ENVIRONMENT, CODE_DIFF)
 CLAIM = {MARK, LOCK, LEASE}  # Files by which a process claims a directory
-UNDECLARED = "so that what was declared is not known: restore the file from a copy, or begin anew with another --out"
+RESTORE = "restore the file from a copy, or begin anew with another --out"
 
 
 def fingerprint(spec: RunSpec) -> str:
@@ -67,12 +67,12 @@ def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[st
     if not path.is_file():
         names, runs = (METRICS, EVALS, f"{FINAL}/{MARK}"), (directory, *(directory / "runs").glob("*"))
         if any(checkpoint_paths(run) or any((run / name).is_file() for name in names) for run in runs):
-            raise UsageError(f"{directory} has records of runs and no {MANIFEST}, {UNDECLARED}")
+            raise UsageError(f"{directory} has records of runs, but no {MANIFEST} with their declaration: {RESTORE}")
         return {}, []
     content = read_manifest(directory)
     entries, missing = {row["run_id"]: RunEntry.from_row(row) for row in content["runs"]}, []
     if has_begun(entries.values()) and not content.get("declared"):
-        raise UsageError(f"{path} has runs that have begun and no declaration, {UNDECLARED}")
+        raise UsageError(f"{path} has no declaration, although runs have begun: {RESTORE}")
     for spec in specs:
         entry = entries.get(spec.run_id)
         if entry is None or not has_begun([entry]):

@@ -89,9 +89,9 @@ def json_row(path: Path, number: int, line: str | bytes) -> Row:
 
 
 def step_of(row: Row, where: str) -> int:
-    """Return the number of updates in a line. Raises UsageError, which begins with ``where``, if it has none."""
+    """Return the number of updates in a line. Raises UsageError if it is missing; ``where`` begins the message."""
     if not isinstance(step := row.get("step"), int):
-        raise UsageError(f"{where}: step is {step!r:.80}, which is no number of updates")
+        raise UsageError(f"{where}: step is {step!r:.80}, which is not an integer")
     return step
 
 

@@ -22,6 +22,7 @@ from retrain.records.foreign.table import FORMATS, Format, ReadRequest, ResultRo
 PLACEHOLDERS = {"condition": "[^/]+", "run": "[^/]+", "set": "[^/]+", "seed": r"\d{1,9}", "step": r"\d{1,12}"}
 # Types of the numbers in the rows of a user's reader, including those of NumPy
 NUMBERS = {"value": Real, "step": Integral, "sample": Integral, "seed": Integral, "time": Real}
+NAMES = {Real: "a number", Integral: "an integer"}
 HINT = f'Formats: {", ".join(FORMATS)}; name one by format = "…" (--format), or module:function for a reader'
 TOKEN = re.compile(r"(\*\*/|\*|\{[^{}]*\})")
 
@@ -112,9 +113,7 @@ def _rows_of_plugin(name: str, base: Path) -> Callable[[Path, ReadRequest], Iter
                     raise PluginError(f"format {name!r} yields {type(row).__name__}, not ResultRow")
                 for field, kind in NUMBERS.items():
                     if not isinstance(value := getattr(row, field), kind | None):
-                        raise PluginError(
-                            f"format {name!r} yields {field} = {value!r:.80}, which is no {kind.__name__}"
-                        )
+                        raise PluginError(f"format {name!r} yields {field} = {value!r:.80}, which is not {NAMES[kind]}")
                 yield row if row.line else row._replace(line=number)
         except (UsageError, PluginError):
             raise

@@ -20,7 +20,7 @@ from retrain.records.foreign.table import CORRECT, Format, MetricFacts, ReadRequ
 from retrain.util.jsonl import LONGEST_LINE
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
-BATCH, BATCH_SIZE = 1 << 14, 1 << 26  # Rows that are converted at a time, and their characters
+BATCH, BATCH_SIZE = 1 << 14, 1 << 22  # Rows that are converted at a time, and their characters
 
 
 def csv_batches(path: Path) -> Iterator[Batch]:

@@ -177,7 +177,7 @@ def test_last3_needs_three_evaluations():
         ("style", {"higher_is_better": True}, "know the unit of style"),
         ("reward", {}, "know the unit of reward"),
         ("acc", {"conditions": ["c", "d"]}, "there are no results of c, d: there are those of a, b"),
-        ("acc", {"seeds": [9]}, "there are no results of the seeds: there are those of a seed 1, a seed 2"),
+        ("acc", {"seeds": [9]}, "no run has one of the seeds in .compare.: the runs are a seed 1, a seed 2"),
     ],
 )
 def test_what_is_not_known_is_asked_for(metric, compare, message):
@@ -329,7 +329,7 @@ def test_every_verdict_has_its_p():
 def test_more_runs_than_declared_seeds_get_no_verdict():
     tables = [replace(run, seed=None) for run in eight()]
     condition = the_other(tables, seeds=[1, 2, 3, 4, 5, 6])
-    assert condition["standing_reasons"] == ["a condition has 8 runs for 6 seeds"]
+    assert condition["standing_reasons"] == ["a condition has 8 runs, but 6 seeds declared"]
     assert the_other(tables, seeds=list(range(8)))["verdict"] == "better"
 
 

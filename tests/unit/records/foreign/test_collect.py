@@ -328,7 +328,7 @@ def test_mistakes(write, gather, files, pattern, message):
             r"'own_reader:broken' failed on .*: ValueError: no number \(own_reader.py:\d+\)",
         ),
         ({"format": "own_reader:nothing"}, "has no function 'nothing'"),
-        ({"format": "own_reader:rows"}, "'own_reader:rows' yields value = '0.5', which is no Real"),
+        ({"format": "own_reader:rows"}, "'own_reader:rows' yields value = '0.5', which is not a number"),
     ],
 )
 def test_mistakes_in_the_format(write, gather, options, message):

@@ -143,9 +143,8 @@ def test_table_without_rows_has_no_results(read: Reader, metric: str | None):
 
 
 @pytest.mark.parametrize("name", ["r.csv", "r.jsonl"])
-def test_long_texts_are_read_in_small_batches(read: Reader, monkeypatch: pytest.MonkeyPatch, name: str):
-    monkeypatch.setattr(tabular, "BATCH_SIZE", 300_000)
-    text = "x" * 200_000  # longer than the limit of the module csv
+def test_long_texts_are_read_in_small_batches(read: Reader, name: str):
+    text = "x" * (tabular.BATCH_SIZE // 2)  # longer than the limit of the module csv
     lines = [
         f"{text},{value}\n" if name == "r.csv" else f'{{"output": "{text}", "acc": {value}}}\n' for value in range(5)
     ]
