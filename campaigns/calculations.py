@@ -1,5 +1,7 @@
-"""Calculations that a small model cannot do in its head: the data source of ``turn_credit.toml``.
+"""Calculations that a small model cannot do in its head: data source and calculator of ``turn_credit.toml``.
 
+    [environment]
+    tools = ["calculations:calculator"]
     [data]
     source = "calculations:problems"
 
@@ -11,10 +13,13 @@ alone, so that no held-out problem is ever trained on. The lists are the same on
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
+import re
 
 MOST = {"train": 6000, "test": 600}
 HELDOUT_SHARE = 0.1
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def problems(split: str) -> list[dict[str, object]]:
@@ -27,6 +32,16 @@ def problems(split: str) -> list[dict[str, object]]:
             seen.add(text)
             rows.append(row)
     return rows
+
+
+def calculator(expression: str) -> str:
+    """Work out one operation; unlike retrain's calculator it takes no more, so that every step needs a turn.
+
+    Args:
+        expression: Two whole numbers and an operation between them, such as 38*47
+    """
+    match = re.fullmatch(r"(\d{1,9})([-+*])(\d{1,9})", expression.replace(" ", ""))
+    return str(OPERATIONS[match[2]](int(match[1]), int(match[3]))) if match else "one operation, such as 38*47"
 
 
 def _two_steps(draw: random.Random) -> dict[str, object]:

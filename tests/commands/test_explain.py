@@ -47,8 +47,10 @@ def test_the_bundled_model_s_prompts():
 
 def test_an_environment_is_named_with_its_turns_and_what_they_cost():
     lines = explained(ROOT / "campaigns" / "turn_credit.toml", *NO_VERDICT)
-    assert lines["environment"] == "tools calculator; at most 4 turns of 48 sampled tokens; in 2 processes of its own"
-    assert "= 3,840 completions, at most 737,280 tokens" in lines["each run"]
+    assert lines["environment"] == (
+        "tools calculations:calculator; at most 5 turns of 48 sampled tokens; in 2 processes of its own"
+    )
+    assert "= 1,536 completions, at most 368,640 tokens" in lines["each run"]
     assert lines["reward"].startswith("match")
 
 

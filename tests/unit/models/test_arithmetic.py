@@ -67,3 +67,14 @@ def test_calculations_are_right_and_held_out_by_their_text():
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
     for row in (*train[:50], *test[:50]):
         assert eval(row["prompt"].removesuffix("=?")) == int(row["answer"]) >= 0
+
+
+def test_the_calculator_takes_one_operation_a_call():
+    """Every problem of the data source is solved by its steps, each of them one call."""
+    path = Path(__file__).parents[3] / "campaigns" / "calculations.py"
+    calculations = load_file(path, "calculations")
+    for row in calculations.problems("test")[:50]:
+        assert [calculations.calculator(step) for step in row["steps"]][-1] == row["answer"]
+    assert calculations.calculator("3 - 10") == "-7"
+    for text in ("", "38*47-128", "7/2", "-3+4", "2**9", "9" * 10 + "*2", "__import__('os')"):
+        assert calculations.calculator(text) == "one operation, such as 38*47"
