@@ -78,6 +78,9 @@ class Training(Section, role=Role.LEARNS):
     """Sample from this many most probable tokens; 0 and -1 are off, and mean 1024 with `top_p` or `min_p`."""
     min_p: Decay = 0.0
     """Sample from tokens that have at least this share of the largest probability; 0 is off."""
+    replay_truncation: bool = True
+    """Take the update's log-probabilities over the tokens that `top_p`, `top_k` and `min_p` kept. `false` takes them
+    over all tokens, as trainers do that are not told which were kept: to see what that costs."""
     num_iterations: Count = 1
     """Epochs: passes over each batch. From the second update of a batch on, the importance ratio differs from 1 and is
     clipped; it is then relative to the trainer's log-probabilities before the first update."""
@@ -157,6 +160,9 @@ class Training(Section, role=Role.LEARNS):
         if self.temperature > 2:
             message = f"is {self.temperature:g}: above 2 completions are close to noise"
             yield ConfigIssue(("training.temperature",), message, "temperature = 1.0", warning=True)
+        if not self.replay_truncation and (self.top_p, self.top_k, self.min_p) == (1.0, 0, 0.0):
+            fix = "remove the line, or top_p = 0.9"
+            yield no_effect("training.replay_truncation", "training.top_p", self.top_p, fix)
         if self.clip_eps == 0 and self.clip_eps_high is not None:
             message = f"is {self.clip_eps_high:g} while clip_eps = 0 switches clipping off"
             yield ConfigIssue(("training.clip_eps_high", "training.clip_eps"), message, "clip_eps = 0.2")

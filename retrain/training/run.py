@@ -316,8 +316,11 @@ class Run:
         self.requests.recent.publish_to(engine, Weights(self.step, self.policy_ref, self.policy.snapshot()))
 
     def take(self, groups: Sequence[Group]) -> SelectedGroups:
-        """Move the data cursor by one step; return the groups to train on, with overlong penalties in their rewards."""
+        """Move the data cursor by one step; return the groups to train on, with overlong penalties in their rewards,
+        and without the kept sets of truncated sampling if updates do not replay them."""
         selected = self.requests.select(groups)
+        if not self.config.training.replay_truncation:
+            selected = replace(selected, groups=[group.without_support() for group in selected.groups])
         if soft := self.config.reward.overlong_tokens:
             return replace(selected, groups=punish_overlong(selected.groups, self.config.training.max_tokens, soft))
         return selected

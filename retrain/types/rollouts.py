@@ -248,6 +248,15 @@ class Group:
         totals = (rollout.reward.total_reward for rollout in self.rollouts)
         return np.array([math.nan if total is None else total for total in totals], dtype=np.float64)
 
+    def without_support(self) -> Group:
+        """Return the group without the kept sets of truncated sampling; its log-probabilities stay as they are."""
+
+        def forgotten(turn: Turn) -> Turn:
+            return replace(turn, action=replace(turn.action, support=None))
+
+        rollouts = (replace(each, turns=tuple(map(forgotten, each.turns))) for each in self.rollouts)
+        return replace(self, rollouts=tuple(rollouts))
+
 
 def single_turn(prompt: Prompt, actions: Sequence[Action], rewards: Sequence[RewardResult]) -> Group:
     turns = [Turn(prompt.token_ids, action, prompt.messages) for action in actions]

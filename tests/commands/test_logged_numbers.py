@@ -38,6 +38,22 @@ def test_uniform_groups_are_measured_and_take_part_in_the_step_where_they_are_ke
         assert row["entropy"] == rows[True][row["step"]]["entropy"] > 0
 
 
+def test_log_probabilities_over_all_tokens_differ_from_those_that_truncation_kept(tmp_path):
+    """Kept sets are replayed unless ``replay_truncation`` is false. The same tokens are sampled either way, and over
+    all tokens each has a lower probability than where it was drawn from."""
+    rows = {}
+    for replay in (True, False):
+        training = {**UNIFORM["training"], "max_steps": 1, "top_p": 0.7, "replay_truncation": replay}
+        (tmp_path / str(replay)).mkdir()
+        toml = document({**UNIFORM, "training": training, "algorithm": {"discard_group_zero_advantage": False}})
+        (rows[replay],) = train_quietly(tmp_path / str(replay), toml)
+    assert rows[True]["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert rows[False]["val/ratio"] < 0.99
+    assert rows[True]["kl_sample_train_v2"] < 1e-6 < 1e-3 < rows[False]["kl_sample_train_v2"]
+    assert rows[True]["reward"] == rows[False]["reward"]
+    assert rows[True]["val/num_eos_tokens"] == rows[False]["val/num_eos_tokens"]
+
+
 SEPA = {
     "algorithm": {"transform_mode": "gtpo_sepa"}, "gtpo": {"beta": 0.5}, "sepa": {"steps": 2, "correct_rate_gate": 0.0},
     "training": {"max_steps": 3, "batch_size": 4, "group_size": 4, "max_tokens": 40}, "backend": {"devices": "cpu"},

@@ -81,6 +81,7 @@ SINGLE = [
     ('[reward]\ntimeout_s = "10"', "timeout_s = 10"),
     ("[training]\ntop_k = 1", "a group of equals teaches nothing: top_k = 20"),
     ("[evaluation]\ntemperature = 0\ntop_p = 0.9", "has no effect at temperature 0, which is greedy: remove the line"),
+    ("[training]\nreplay_truncation = false", "has no effect with top_p = 1.0: remove the line, or top_p = 0.9"),
     ("lr = 1e-4", "stands outside a section: put it under [training]"),
     ("training = 3", "must be a table: [training]"),
     ('model = "Qwen/Qwen3-8B"', '[model] and below it model = "Qwen/Qwen3-8B"'),
