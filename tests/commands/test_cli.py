@@ -16,7 +16,7 @@ from retrain.cli.app import COMMANDS, FUNCTIONS, command_of
 from retrain.config.comparing import is_comparison_file
 
 ROOT = Path(__file__).parents[2]
-CAMPAIGNS = sorted((ROOT / "campaigns").glob("*.toml"))
+CAMPAIGNS = sorted((ROOT / "campaigns").rglob("*.toml"))
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.toml"))
 
 

@@ -262,7 +262,7 @@ def test_the_schema_file_is_that_of_the_models():
     assert stored == json.loads(json.dumps(json_schema())), "type: make docs"
 
 
-SHIPPED = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "campaigns").glob("*.toml"))]
+SHIPPED = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "campaigns").rglob("*.toml"))]
 VALUES = [0, 1, 2, 3, 7, 0.5, 1e-300, True, "", "auto", "none", "math", "x.jsonl", "a:b", [], [1, 2], ["wandb"], {}]
 names = st.sampled_from([*sections(), *(key.partition(".")[2] for key in keys()), "zzz", "", "a.b", "conditions"])
 scalars = st.one_of(
