@@ -4,8 +4,8 @@
     type = "custom"
     custom_module = "coin"
 
-The coin falls by a hash of prompt and answer, so that a resumed run equals the uninterrupted one; a second, equal answer
-to the same prompt gets the same coin.
+The coin falls by a hash of prompt and answer, so that a resumed run equals the uninterrupted one. Equal answers to a
+prompt get the same coin.
 """
 
 from __future__ import annotations
