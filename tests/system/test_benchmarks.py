@@ -1,10 +1,12 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,3 +105,22 @@ def test_the_limit_is_the_same_model_and_the_same_gradient(benchmark, models):
     gradient, worst = side._gradient(list(pieces), setting)
     torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4)
     assert worst < 1e-4
+
+
+def test_the_race_s_factors_are_those_of_its_parts(benchmark):
+    race = benchmark("race")
+    differences = np.array([0.05, 0.07, 0.06, 0.08, 0.04, 0.06, 0.05, 0.07, 0.06, 0.05])
+    mine, trl = race.Side(differences, seconds=3.0), race.Side(2 * differences - 0.059, seconds=12.0)
+    assert trl.spread == pytest.approx(2 * mine.spread)
+    assert mine.verdict.startswith("higher, p = 0.00")
+    parts = race.factors(mine, trl, alone_s=4.0, difference=2 * mine.spread)
+    assert (parts["a run"], parts["lanes"]) == (3.0, pytest.approx(4 / 3))
+    assert parts["pairs"] == trl.seeds(2 * mine.spread) / mine.seeds(2 * mine.spread) > 1.5  # 1 pair spread or 2
+    assert parts["early stopping"] >= 1
+    assert parts["altogether"] == pytest.approx(
+        parts["a run"] * parts["lanes"] * parts["pairs"] * parts["early stopping"]
+    )
+    text = race.report("easy", mine, trl, 4.0)
+    assert text.startswith("easy question: 2e-3 or 0.001?\n  retrain  +5.9 points")
+    first, second = (float(part) for part in re.findall(r"TRL takes ([\d.]+) times", text))
+    assert first <= second
