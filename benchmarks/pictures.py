@@ -4,7 +4,8 @@
 
 Trains the campaigns quickstart and gtpo in ``--logs``, which takes a quarter of an hour on two cores; what is trained
 already stays. demo.svg is the live view of quickstart two thirds through; the others are pages in chromium (or
-RETRAIN_CHROMIUM): those of `retrain ui`, the report of gtpo, and one step's rollouts.
+RETRAIN_CHROMIUM): those of `retrain ui`, the report of gtpo, and one step's rollouts. Of every campaign that was
+trained in LOGS/disputes there is a picture of its results and differences, cut from its report.
 """
 
 import argparse
@@ -38,7 +39,7 @@ PAGES = {
     "ui_compare": "/compare/logs/quickstart", "ui_notes": "/notes/logs/gtpo",
 }  # fmt: skip
 FILES = {"report": "gtpo/report.html", "rollouts": f"{RUN}/train_iteration_000010.html#color=s"}
-SIZES = {"report": (1024, 896), "rollouts": (1100, 700)}
+SIZES = {"report": (1024, 1290), "rollouts": (1100, 700)}
 COLOURS, SETTLED_MS, WIDTH = 96, 2_500, 110
 FONT_FACE = re.compile(r"@font-face \{.*?\}\n?", re.DOTALL)
 """Rich's pictures ask the network for a font; without it they have the reader's monospaced one."""
@@ -67,11 +68,14 @@ class Photographer(Board):
         self.messages.append((text, level))
 
 
+def chromium() -> str | None:
+    return os.environ.get("RETRAIN_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+
+
 def photograph(out: Path, logs: Path, names: list[str]) -> None:
     """Write the pages that have one of the names."""
-    chromium = os.environ.get("RETRAIN_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
     with sync_playwright() as playwright, serving(logs.parent / "cache", logs) as (_, url, _begin):
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         addresses = {name: url + page for name, page in PAGES.items()}
         addresses |= {name: f"file://{logs.resolve()}/{file}" for name, file in FILES.items()}
         for name in names:
@@ -79,11 +83,27 @@ def photograph(out: Path, logs: Path, names: list[str]) -> None:
             page = browser.new_page(viewport={"width": width, "height": height})
             page.goto(addresses[name])
             page.wait_for_timeout(SETTLED_MS)
-            path = out / f"{name}.png"
-            page.screenshot(path=path)
-            Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
-            print(f"{path}: {path.stat().st_size // 1000} kB", flush=True)
+            save(page, out / f"{name}.png")
         browser.close()
+
+
+def photograph_disputes(out: Path, directory: Path) -> None:
+    """Write a picture of the first two charts in the report of every campaign in ``directory``."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        for report in sorted(directory.glob("*/report.html")):
+            page = browser.new_page(viewport={"width": 1024, "height": 1400})
+            page.goto(f"file://{report.resolve()}")
+            page.wait_for_timeout(SETTLED_MS)
+            save(page.locator("div.two").first, out / f"dispute_{report.parent.name}.png")
+        browser.close()
+
+
+def save(pictured: Any, path: Path) -> None:
+    """Write a picture of a page or an element, with few colours."""
+    pictured.screenshot(path=path)
+    Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+    print(f"{path}: {path.stat().st_size // 1000} kB", flush=True)
 
 
 def main() -> None:
@@ -109,6 +129,7 @@ def main() -> None:
     ]
     subprocess.run([*command, "--plain"], cwd=ROOT, check=True)
     photograph(options.out, options.logs, options.only or [*PAGES, *FILES])
+    photograph_disputes(options.out, options.logs / "disputes")
 
 
 if __name__ == "__main__":
