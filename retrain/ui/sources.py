@@ -78,7 +78,7 @@ class Home:
     @property
     def state(self) -> str:
         states = {run.state for run in self.runs}
-        order = ("running", "interrupted", "pending", "failed", "stopped", "done")
+        order = ("running", "interrupted", "pending", "failed", "done", "stopped")
         if "pending" in states and states & {"done", "failed", "stopped"} and not states & {"running", "interrupted"}:
             return "interrupted"
         return next((state for state in order if state in states), "pending")
