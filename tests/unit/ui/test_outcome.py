@@ -65,7 +65,7 @@ def test_a_banner_has_failures_with_their_last_line_and_the_command(tmp_path, mo
 
 @pytest.mark.parametrize(("states", "state", "command"), [
     ({}, "done", None),
-    ({"a1": "stopped"}, "stopped", None),
+    ({"a1": "stopped"}, "done", None),
     ({"a1": "interrupted"}, "interrupted", "retrain resume one"),
     ({"a1": "pending"}, "interrupted", "retrain resume one"),
     ({"a1": "failed", "a2": "pending"}, "failed", "retrain resume one --retry-failed"),
