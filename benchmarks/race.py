@@ -20,7 +20,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,11 +203,13 @@ def main() -> None:
         alone = ours(folder / "alone", [RATE], 2, lanes="1")
         trl = theirs(folder / "trl", args.trl, rates, args.seeds)
     for number, question in enumerate(LOWER, start=1):
-        sides = []
-        for measured in (lanes, trl):
-            accuracies = np.array(measured["accuracies"])
-            sides.append(Side(accuracies[0] - accuracies[number], measured["seconds"]))
-        print(report(question, *sides, alone["seconds"]))
+        mine, other = (Side(differences_of(each, number), each["seconds"]) for each in (lanes, trl))
+        print(report(question, mine, other, alone["seconds"]))
+
+
+def differences_of(measured: Mapping[str, Any], number: int) -> np.ndarray:
+    accuracies = np.array(measured["accuracies"])
+    return accuracies[0] - accuracies[number]
 
 
 if __name__ == "__main__":
