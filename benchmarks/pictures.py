@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,49 +68,34 @@ class Photographer(Board):
         self.messages.append((text, level))
 
 
-def chromium() -> str | None:
-    return os.environ.get("RETRAIN_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-
-
-def photograph(out: Path, logs: Path, names: list[str]) -> None:
-    """Write the pages that have one of the names."""
+def photograph(out: Path, logs: Path, names: Sequence[str]) -> None:
+    """Write the pages that have one of the names, by default all. Of a dispute, the first two charts are enough."""
+    chromium = os.environ.get("RETRAIN_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
     with sync_playwright() as playwright, serving(logs.parent / "cache", logs) as (_, url, _begin):
-        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        reports = sorted((logs / "disputes").glob("*/report.html"))
+        files = FILES | {f"dispute_{report.parent.name}": str(report.relative_to(logs)) for report in reports}
         addresses = {name: url + page for name, page in PAGES.items()}
-        addresses |= {name: f"file://{logs.resolve()}/{file}" for name, file in FILES.items()}
-        for name in names:
+        addresses |= {name: f"file://{logs.resolve()}/{file}" for name, file in files.items()}
+        for name in names or addresses:
             width, height = SIZES.get(name, (1280, 860))
             page = browser.new_page(viewport={"width": width, "height": height})
             page.goto(addresses[name])
             page.wait_for_timeout(SETTLED_MS)
-            save(page, out / f"{name}.png")
+            path = out / f"{name}.png"
+            pictured = page.locator("div.two").first if name.startswith("dispute_") else page
+            pictured.screenshot(path=path)
+            Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+            print(f"{path}: {path.stat().st_size // 1000} kB", flush=True)
         browser.close()
-
-
-def photograph_disputes(out: Path, directory: Path) -> None:
-    """Write a picture of the first two charts in the report of every campaign in ``directory``."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
-        for report in sorted(directory.glob("*/report.html")):
-            page = browser.new_page(viewport={"width": 1024, "height": 1400})
-            page.goto(f"file://{report.resolve()}")
-            page.wait_for_timeout(SETTLED_MS)
-            save(page.locator("div.two").first, out / f"dispute_{report.parent.name}.png")
-        browser.close()
-
-
-def save(pictured: Any, path: Path) -> None:
-    """Write a picture of a page or an element, with few colours."""
-    pictured.screenshot(path=path)
-    Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
-    print(f"{path}: {path.stat().st_size // 1000} kB", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path, default=ROOT / "docs" / "images")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "pictures" / "logs")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of the pages: {', '.join((*PAGES, *FILES))}")
+    pages = ", ".join((*PAGES, *FILES, "dispute_…"))
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of the pages: {pages}")
     options = parser.parse_args()
     if not (options.logs / "quickstart").is_dir():
         launch(
@@ -128,8 +113,7 @@ def main() -> None:
         options.logs.resolve() / "gtpo",
     ]
     subprocess.run([*command, "--plain"], cwd=ROOT, check=True)
-    photograph(options.out, options.logs, options.only or [*PAGES, *FILES])
-    photograph_disputes(options.out, options.logs / "disputes")
+    photograph(options.out, options.logs, options.only or ())
 
 
 if __name__ == "__main__":

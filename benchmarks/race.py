@@ -34,6 +34,7 @@ from retrain.verdicts.rule import interim_analysis, interim_seeds, judge
 HERE = Path(__file__).resolve().parent
 RATE, LOWER = 2e-3, {"easy": 1e-3, "hard": 1.6e-3}
 SIMULATED = 400
+# Model, data and reward are the defaults: tiny-reasoner, arithmetic, match
 CAMPAIGN = """\
 [campaign]
 seeds = {seeds}
@@ -42,12 +43,7 @@ lanes = {lanes}
 sequential = "off"
 {conditions}
 [model]
-model = "tiny-reasoner"
 lora_rank = 16
-[data]
-source = "arithmetic"
-[reward]
-type = "match"
 [training]
 batch_size = 6
 group_size = 8

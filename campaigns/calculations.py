@@ -35,7 +35,7 @@ def problems(split: str) -> list[dict[str, object]]:
 
 
 def calculator(expression: str) -> str:
-    """Work out one operation; unlike retrain's calculator it takes no more, so that every step needs a turn.
+    """Compute one operation. retrain's own calculator takes whole expressions; with this one, every step takes a turn.
 
     Args:
         expression: Two whole numbers and an operation between them, such as 38*47

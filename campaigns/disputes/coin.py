@@ -1,11 +1,11 @@
-"""A reward that says nothing about the answer, for ``rewards.toml``: half of all answers get 1, whatever they say.
+"""A random reward for ``rewards.toml``: 1 for half of all answers, whatever they say, and 0 for the others.
 
     [reward]
     type = "custom"
     custom_module = "coin"
 
-The coin falls by a hash of prompt and answer, so that a resumed run equals the uninterrupted one. Equal answers to a
-prompt get the same coin.
+It is a hash of prompt and answer, so that a resumed run equals the uninterrupted one. Equal answers to a prompt get
+equal rewards.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ import hashlib
 
 
 def score(completion: str, prompt: str) -> float:
-    """0 or 1, each for half of all answers."""
+    """Return 0 or 1, each for half of all answers."""
     return float(hashlib.blake2b(f"{prompt}\n{completion}".encode(), digest_size=1).digest()[0] % 2)

@@ -79,8 +79,8 @@ class Training(Section, role=Role.LEARNS):
     min_p: Decay = 0.0
     """Sample from tokens that have at least this share of the largest probability; 0 is off."""
     replay_truncation: bool = True
-    """Take the update's log-probabilities over the tokens that `top_p`, `top_k` and `min_p` kept. `false` takes them
-    over all tokens, as trainers do that are not told which were kept: to see what that costs."""
+    """Compute log-probabilities in updates over the tokens that `top_p`, `top_k` and `min_p` kept, as sampling did.
+    `false` computes them over the full vocabulary, like trainers that do not know which tokens were kept."""
     num_iterations: Count = 1
     """Epochs: passes over each batch. From the second update of a batch on, the importance ratio differs from 1 and is
     clipped; it is then relative to the trainer's log-probabilities before the first update."""

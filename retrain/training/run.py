@@ -316,8 +316,8 @@ class Run:
         self.requests.recent.publish_to(engine, Weights(self.step, self.policy_ref, self.policy.snapshot()))
 
     def take(self, groups: Sequence[Group]) -> SelectedGroups:
-        """Move the data cursor by one step; return the groups to train on, with overlong penalties in their rewards,
-        and without the kept sets of truncated sampling if updates do not replay them."""
+        """Move the data cursor by one step; return the groups to train on, as updates see them: with overlong
+        penalties in their rewards, and without ``support`` unless ``replay_truncation``."""
         selected = self.requests.select(groups)
         if not self.config.training.replay_truncation:
             selected = replace(selected, groups=[group.without_support() for group in selected.groups])

@@ -249,12 +249,12 @@ class Group:
         return np.array([math.nan if total is None else total for total in totals], dtype=np.float64)
 
     def without_support(self) -> Group:
-        """Return the group without the kept sets of truncated sampling; its log-probabilities stay as they are."""
+        """Return the group without the ``support`` of its actions; the sampler's log-probabilities do not change."""
 
-        def forgotten(turn: Turn) -> Turn:
+        def without(turn: Turn) -> Turn:
             return replace(turn, action=replace(turn.action, support=None))
 
-        rollouts = (replace(each, turns=tuple(map(forgotten, each.turns))) for each in self.rollouts)
+        rollouts = (replace(each, turns=tuple(map(without, each.turns))) for each in self.rollouts)
         return replace(self, rollouts=tuple(rollouts))
 
 

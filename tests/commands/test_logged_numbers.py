@@ -38,9 +38,9 @@ def test_uniform_groups_are_measured_and_take_part_in_the_step_where_they_are_ke
         assert row["entropy"] == rows[True][row["step"]]["entropy"] > 0
 
 
-def test_log_probabilities_over_all_tokens_differ_from_those_that_truncation_kept(tmp_path):
-    """Kept sets are replayed unless ``replay_truncation`` is false. The same tokens are sampled either way, and over
-    all tokens each has a lower probability than where it was drawn from."""
+def test_updates_compute_over_the_kept_tokens_unless_told_otherwise(tmp_path):
+    """The same tokens are sampled either way. Over the full vocabulary each has a lower probability than among the kept
+    tokens it was drawn from."""
     rows = {}
     for replay in (True, False):
         training = {**UNIFORM["training"], "max_steps": 1, "top_p": 0.7, "replay_truncation": replay}

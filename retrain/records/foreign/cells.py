@@ -38,7 +38,7 @@ def as_number(raw: object) -> float | None:
     try:
         number = float(text)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
-        raise ValueError("which is no number such as 0.5: leave the cell empty for a missing one") from None
+        raise ValueError("which is not a number such as 0.5: leave the cell empty for a missing one") from None
     except OverflowError:  # an integer beyond the largest float
         number = math.inf
     if math.isinf(number):

@@ -101,7 +101,7 @@ def number(value: object, where: str) -> float | None:
     if value is None:
         return None
     if not isinstance(value, int | float):
-        raise UsageError(f"{where} is {value!r:.80}, which is no number: give another metric")
+        raise UsageError(f"{where} is {value!r:.80}, which is not a number: give another metric")
     try:
         return float(value) if math.isfinite(value) else None
     except OverflowError:  # an integer beyond the largest float

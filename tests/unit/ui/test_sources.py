@@ -3,8 +3,6 @@ import json
 import pytest
 from helpers.pages import campaign, client_of, cookbook_run, get, trackio_project, trainer_state
 
-from retrain.ui.sources import OURS, Home, RunSource
-
 
 def test_a_cookbook_run(tmp_path):
     client = client_of(cookbook_run(tmp_path / "math_rl"))
@@ -146,12 +144,3 @@ def test_a_damaged_state_stops_nothing(tmp_path, content):
         get(client, path, at="run")
     assert get(client, "/api/columns", at="run", key="loss")["runs"][0]["x"] in ([], [0])
     get(client, "/api/histogram", 404, at="run", metric="reward")
-
-
-@pytest.mark.parametrize(("states", "state"), [
-    (["done", "stopped", "done"], "done"), (["stopped"], "stopped"), (["done", "failed", "stopped"], "failed"),
-    (["done", "pending"], "interrupted"), (["running", "stopped"], "running"),
-])  # fmt: skip
-def test_a_campaign_that_an_interim_analysis_shortened_is_done(tmp_path, states, state):
-    runs = [RunSource("c/r", tmp_path, "r", "grpo", 0, 1, each, None, 3, 3) for each in states]
-    assert Home("c", tmp_path, "campaign", OURS, "c", runs).state == state

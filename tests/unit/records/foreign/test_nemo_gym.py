@@ -102,7 +102,7 @@ def test_joined_outputs_are_refused(output):
 def test_reward_that_is_text_is_refused_with_its_line(output):
     change(output, lambda row: {**row, "reward": "good"})
 
-    with pytest.raises(UsageError, match=r"rollouts\.jsonl:1: reward is 'good', which is no number"):
+    with pytest.raises(UsageError, match=r"rollouts\.jsonl:1: reward is 'good', which is not a number"):
         answers(output)
 
 

@@ -48,7 +48,7 @@ def test_turns_after_the_first_answer_do_not_change_the_problem(tmp_path):
     [
         (line(("user", ""), ("assistant", "")), "has no text of a prompt.*--metric accuracy"),  # of NeMo Gym
         ({**line(("user", "2+3=")), "rewards": [1.0, 0.0]}, "content and rewards are not lists of the same length"),
-        (line(("user", "2+3="), reward="good"), "rewards is 'good', which is no number"),
+        (line(("user", "2+3="), reward="good"), "rewards is 'good', which is not a number"),
     ],
 )
 def test_damaged_line_is_refused_with_its_number(tmp_path, changed, message):

@@ -76,7 +76,7 @@ def test_steps_of_answers_are_no_answers(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({**ANSWER, "score": "good"}, "score is 'good', which is no number"),
+        ({**ANSWER, "score": "good"}, "score is 'good', which is not a number"),
         ('{"input_prompt": "2', "is no JSON object"),
     ],
 )

@@ -125,7 +125,7 @@ def test_times_that_are_no_dates_are_none_and_milliseconds_are_refused(read: Rea
         ("r.csv", "", 'has no column "value"; it has none'),
         ("r.jsonl", '{"value": 1, "metric": "acc"}\n\n{"value": \n', "r.jsonl:3 is no JSON object (Expecting value"),
         ("r.jsonl", "[1]\n", "r.jsonl:1 is no JSON object"),
-        ("r.jsonl", '{"value": [1], "metric": "acc"}\n', 'r.jsonl:1  column "value" holds "[1]", which is no number'),
+        ("r.jsonl", '{"value": [1], "metric": "acc"}\n', 'column "value" holds "[1]", which is not a number'),
         ("r.jsonl", f'{{"value": 1{"0" * 400}, "metric": "acc"}}\n', "which is not finite"),
         ("r.parquet", "metric,value\n", "r.parquet cannot be read as Parquet"),
     ],

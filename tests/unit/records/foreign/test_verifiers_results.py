@@ -120,5 +120,5 @@ def test_damaged_line_is_named(tmp_path):
 def test_steps_and_times_are_numbers(tmp_path, key, value):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 1, "time": 2.0, "eval/math/all/solver/avg@1": 0.5, key: value}))
-    with pytest.raises(UsageError, match=rf"metrics\.jsonl:1: {key} is {value!r}, which is (no number|not an integer)"):
+    with pytest.raises(UsageError, match=rf"metrics\.jsonl:1: {key} is {value!r}, which is not (a number|an integer)"):
         list(FORMAT.rows(path, ReadRequest()))

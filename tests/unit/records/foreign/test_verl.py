@@ -73,7 +73,7 @@ def test_the_logger_may_be_writing_its_last_line_but_answers_must_be_complete(tm
         ('{"input": "a", "output": "b", "score": 1, "step": "x"}', "20.jsonl:2: step is 'x'"),
         (
             '{"input": "a", "output": "b", "score": "good", "step": 2}',
-            "20.jsonl:2: score is 'good', which is no number",
+            "20.jsonl:2: score is 'good', which is not a number",
         ),
         ("[1]", "20.jsonl:2 is no JSON object"),
     ],

@@ -79,7 +79,7 @@ def test_run_without_any_point_has_no_value(tmp_path: Path):
 
 
 def test_text_in_a_panel_is_refused_with_its_line(tmp_path: Path):
-    with pytest.raises(UsageError, match=r'panel\.csv:3  column "a_s1 - acc" holds "high", which is no number'):
+    with pytest.raises(UsageError, match=r'panel\.csv:3  column "a_s1 - acc" holds "high", which is not a number'):
         rows_of(tmp_path / "panel.csv", "Step,a_s1 - acc\n0,0.5\n10,high\n")
 
 
