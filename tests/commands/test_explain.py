@@ -50,7 +50,7 @@ def test_an_environment_is_named_with_its_turns_and_what_they_cost():
     assert lines["environment"] == (
         "tools calculations:calculator; at most 5 turns of 48 sampled tokens; in 2 processes of its own"
     )
-    assert "= 1,536 completions, at most 368,640 tokens" in lines["each run"]
+    assert "= 960 completions, at most 230,400 tokens" in lines["each run"]
     assert lines["reward"].startswith("match")
 
 
