@@ -132,11 +132,9 @@ class Side:
         (analysis,) = judge(self.differences[None], None)
         return f"{analysis.outcome or 'no difference shown'}, p = {analysis.p:.3g}"
 
-    def seeds(self, difference: float) -> int:
-        needed = seeds_needed(1, difference / self.spread)
-        if needed is None:
-            raise SystemExit(f"no number of seeds finds {100 * difference:.1f} points")
-        return needed
+    def seeds(self, difference: float) -> int | None:
+        """Return the fewest seeds that find ``difference``; None if more than the tables of power hold."""
+        return seeds_needed(1, abs(difference) / self.spread)
 
 
 def share_trained(seeds: int, effect: float) -> float:
@@ -150,14 +148,17 @@ def share_trained(seeds: int, effect: float) -> float:
     return float(1 - stopped * (1 - interim / seeds))
 
 
-def factors(mine: Side, trl: Side, alone_s: float, difference: float) -> dict[str, float]:
-    """Return the factors by which TRL takes longer to find ``difference``, and their product."""
-    my_seeds = mine.seeds(difference)
+def factors(mine: Side, trl: Side, alone_s: float, difference: float) -> dict[str, float] | None:
+    """Return the factors by which TRL takes longer to find ``difference``, and their product; None if no number of
+    seeds finds it on one of the sides."""
+    my_seeds, trl_seeds = mine.seeds(difference), trl.seeds(difference)
+    if my_seeds is None or trl_seeds is None:
+        return None
     parts = {
         "a run": trl.seconds / alone_s,
         "lanes": alone_s / mine.seconds,
-        "pairs": trl.seeds(difference) / my_seeds,
-        "early stopping": 1 / share_trained(my_seeds, difference / mine.spread),
+        "pairs": trl_seeds / my_seeds,
+        "early stopping": 1 / share_trained(my_seeds, abs(difference) / mine.spread),
     }
     return parts | {"altogether": float(np.prod(list(parts.values())))}
 
@@ -172,11 +173,15 @@ def report(question: str, mine: Side, trl: Side, alone_s: float) -> str:
     found = [
         (name, factors(mine, trl, alone_s, side.difference), side) for name, side in (("ours", mine), ("TRL's", trl))
     ]
-    for name, parts, side in sorted(found, key=lambda each: each[1]["altogether"]):
-        needed = [each.seeds(side.difference) for each in (mine, trl)]
+    for name, parts, side in sorted(found, key=lambda row: row[1]["altogether"] if row[1] else np.inf):
+        needed = [which.seeds(side.difference) for which in (mine, trl)]
+        if parts is None:
+            lines.append(f"  for {name} difference: {needed[0]} seeds of ours, {needed[1]} of TRL's (None: no number)")
+            continue
         chance = [
-            100 * power(count, 1, side.difference / each.spread)
-            for count, each in zip(needed, (mine, trl), strict=True)
+            100 * power(count, 1, abs(side.difference) / which.spread)
+            for count, which in zip(needed, (mine, trl), strict=True)
+            if count is not None
         ]
         lines.append(
             f"  for {name} difference: {needed[0]} seeds of ours ({chance[0]:.0f} % probability), {needed[1]} of TRL's "

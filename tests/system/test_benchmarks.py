@@ -124,3 +124,5 @@ def test_the_race_s_factors_are_those_of_its_parts(benchmark):
     assert text.startswith("easy question: 2e-3 or 0.001?\n  retrain  +5.9 points")
     first, second = (float(part) for part in re.findall(r"TRL takes ([\d.]+) times", text))
     assert first <= second
+    text = race.report("hard", mine, race.Side(differences - differences.mean(), seconds=12.0), 4.0)
+    assert "TRL's difference: None seeds of ours, None of TRL's" in text
