@@ -34,7 +34,7 @@ help:
 	@echo "make check-page  prettier and tsc over the page's modules, in build/page; format-page writes the format"
 	@echo "make reasoner  train the bundled models again (about 20 minutes)"
 	@echo "make pictures  the pictures of the documentation, from campaigns that it trains (20 minutes)"
-	@echo "make docs   write docs/configuration.md, docs/metrics.md, campaigns/schema.json and the tables of docs/outputs.md from the code"
+	@echo "make docs   write docs/configuration.md, docs/metrics.md, docs/fields.md and campaigns/schema.json from the code"
 	@echo "make site   build the documentation as a web site under site/"
 	@echo "make audit  look for known vulnerabilities in constraints.txt (needs the network)"
 	@echo "make clean  remove .venv, caches and built files; logs/ stays"

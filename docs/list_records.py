@@ -1,8 +1,7 @@
-"""Write ``docs/metrics.md`` from the catalogue, and the tables of ``docs/outputs.md`` from the declared types."""
+"""Write ``docs/metrics.md`` from the catalogue, and ``docs/fields.md`` from the declared types of records."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,21 +18,37 @@ from retrain.records.schema.events import EVENTS, Event
 from retrain.records.schema.layout import RUN_FILES
 from retrain.records.schema.registry import Declaration, FinishedRun
 
-TABLES: Mapping[str, type[Record]] = {
-    record.__name__: record
-    for record in (
-        *(file.row for file in RUN_FILES if file.row is not None),
-        CheckpointFiles, RunEntry, Seal, CampaignManifest, InterimAnalysis, Declaration, FinishedRun,
-        Comparison, ConditionComparison, SecondaryComparison,
-    )
-}  # fmt: skip
-REGION = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+RECORDS: Mapping[str, type[Record]] = {
+    **{file.name: file.row for file in RUN_FILES if file.row is not None},
+    "checkpoints/step_<n>/manifest.json": CheckpointFiles,
+    "manifest.json": CampaignManifest,
+    "manifest.json, interim": InterimAnalysis,
+    "manifest.json, runs": RunEntry,
+    "manifest.json, seal of a run": Seal,
+    "registry.jsonl, a declaration": Declaration,
+    "registry.jsonl, a run": FinishedRun,
+    "comparison.json": Comparison,
+    "comparison.json, conditions": ConditionComparison,
+    "comparison.json, secondary": SecondaryComparison,
+}
+"""File, or part of one, → type of its rows or of its object."""
+FIELDS_INTRODUCTION = """\
+# Fields of the records
+
+Made from `retrain/records/schema/` by `make docs`; edit the types there.
+
+What the files are for: [what a run leaves behind](outputs.md). Rows of `metrics.jsonl`: [metrics](metrics.md).
+"""
 
 
-def with_tables(text: str) -> str:
-    """Return a page whose regions ``<!-- table NAME -->`` to ``<!-- end -->`` hold the table of that type; that of
-    ``Events`` holds all events."""
-    return REGION.sub(lambda match: f"{match[1]}\n{_table(match[2])}\n{match[3]}", text)
+def fields_markdown() -> str:
+    parts = [FIELDS_INTRODUCTION]
+    for name, record in RECORDS.items():
+        rows = [(f"`{key}`", *texts) for key, texts in _fields(record).items()]
+        file, comma, part = name.partition(", ")
+        parts.append(f"## `{file}`{comma}{part}\n\n{_lines(('key', 'value', 'meaning'), rows)}")
+    events = _lines(("`event`", "what has happened", "further keys"), [_event_row(event) for event in EVENTS])
+    return "\n".join([*parts, f"## Events of `retrain status DIR --json`\n\n{events}"])
 
 
 REQUIREMENTS = {
@@ -90,14 +105,6 @@ def _metric_row(metric: Metric) -> tuple[str, ...]:
     return f"`{metric.key}`", definition, metric.unit, metric.healthy, aliases, wandb
 
 
-def _table(name: str) -> str:
-    if name == "Events":
-        rows = [_event_row(event) for event in EVENTS]
-        return _lines(("`event`", "what has happened", "further keys"), rows)
-    rows = [(f"`{key}`", *texts) for key, texts in _fields(TABLES[name]).items()]
-    return _lines(("key", "value", "meaning"), rows)
-
-
 def _lines(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     cells = [heads, tuple("---" for _ in heads), *rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
@@ -129,7 +136,6 @@ def _kind(schema: Row) -> str:
 
 if __name__ == "__main__":
     docs = Path(sys.argv[1] if len(sys.argv) > 1 else "docs")
-    outputs = docs / "outputs.md"
-    for path, text in ((docs / "metrics.md", metrics_markdown()), (outputs, with_tables(outputs.read_text("utf-8")))):
-        write_text(path, text)
-        sys.stdout.write(f"wrote {path}\n")
+    for name, text in (("metrics.md", metrics_markdown()), ("fields.md", fields_markdown())):
+        write_text(docs / name, text)
+        sys.stdout.write(f"wrote {docs / name}\n")
