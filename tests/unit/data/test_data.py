@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from helpers.campaigns import BASE, completions_of, rows_of, run_cli, runs_of, toy_file, train
 
+from campaigns import grade_school
 from retrain.config.evaluation import HeldOut
 from retrain.config.tasks import Data, RewardSection
 from retrain.config.training import Sampling
@@ -511,3 +512,14 @@ def test_gold_answers_score_one_and_their_neighbours_zero(gsm8k, kind):
         for by in (1, -1):
             wrong = grader.grade([(p, rf"\boxed{{{int(p.answer) + by}}}") for p in gsm8k.heldout])
             assert [result.total_reward for result in wrong] == [0.0] * 1319
+
+
+def test_gsm8k_of_a_folder_has_plain_numbers_and_solutions_without_calculations(tmp_path, monkeypatch):
+    append_jsonl(tmp_path / "train.jsonl", GSM8K[:1])
+    append_jsonl(tmp_path / "test.jsonl", GSM8K[2:])
+    monkeypatch.setenv("GSM8K", str(tmp_path))
+    assert grade_school.problems("train") == [{"prompt": "Janet sells 9 eggs for $2 each?", "answer": "18"}]
+    assert grade_school.problems("test") == [{"prompt": "How much profit?", "answer": "70,000"}]
+    assert grade_school.solutions("train") == [
+        {"prompt": "Janet sells 9 eggs for $2 each?", "completion": "9 * 2 = $18.\n#### 18"}
+    ]
