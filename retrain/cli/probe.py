@@ -87,7 +87,8 @@ def try_(
 ) -> None:
     """Show a file's prompts, sampled answers and rewards; train nothing.
 
-    Problems and answers are those of the first step. Exit status 1 if the reward grades none of the answers.
+    Problems and answers are those of the first step, without a warm-up. Exit status 1 if the reward grades none
+    of the answers.
     """
     plan = check(Plan.of(read(file, sets)), places=False)
     from retrain.probe.trial import others, trial

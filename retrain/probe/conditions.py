@@ -30,6 +30,12 @@ def temporary(spec: RunSpec) -> RunSpec:
     return replace(spec, is_campaign=True, config=parse_dict(data))
 
 
+def without_warm_up(spec: RunSpec) -> RunSpec:
+    data = spec.config.to_dict()
+    del data["warmup"]
+    return replace(spec, config=parse_dict(data))
+
+
 def forked(spec: RunSpec, seed: int, checkpoint: Path) -> RunSpec:
     """Return a run that continues ``checkpoint`` with another seed. Raises UsageError for a run with a warm-up, whose
     reference policy is not in the checkpoint."""

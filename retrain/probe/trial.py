@@ -17,7 +17,7 @@ from retrain.config.campaign import condition_name, find_label
 from retrain.config.runs import RunSpec
 from retrain.errors import UsageError
 from retrain.policy.local import DoesNotFit
-from retrain.probe.conditions import temporary
+from retrain.probe.conditions import temporary, without_warm_up
 from retrain.records.observer import Messages
 from retrain.records.schema.base import Row
 from retrain.training.assemble import assemble
@@ -28,10 +28,13 @@ ANSWERS = 4  # Answers for each problem, or the group size where that is smaller
 def trial(plan: Plan, problems: int, samples: int | None, condition: str | None, notify: Callable[[str], None]) -> Row:
     """Sample and grade ``samples`` answers to each of the first ``problems`` problems of one planned run.
 
-    The run has the first seed and the condition with the label ``condition``, by default the first one. Returns
-    ``run``, ``seed``, ``model`` and the fields of ``trial_report``. Raises the errors of training.
+    The run has the first seed and the condition with the label ``condition``, by default the first one, without its
+    warm-up. Returns ``run``, ``seed``, ``model`` and the fields of ``trial_report``. Raises the errors of training.
     """
     spec = temporary(chosen(plan, condition))
+    if spec.config.warmup.active:
+        notify("[warmup] is left out: these are answers of the base")
+        spec = without_warm_up(spec)
     samples = samples or min(ANSWERS, spec.config.training.group_size)
     with ExitStack() as stack:
         aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-try-")))

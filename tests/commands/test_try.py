@@ -50,6 +50,22 @@ def file(home: Path, function: str = "score", name: str = "run", head: str = "",
     return path
 
 
+def test_a_warm_up_is_left_out_and_said_so(home, tmp_path):
+    example = '{"prompt": "1+1=?", "completion": "2"}\n'
+    (home / "examples.jsonl").write_text(example)
+    warmup = '[warmup]\nsource = "examples.jsonl"\nsteps = 1000000\n'
+    plain, warmed = (
+        run_cli("try", file(home, name=name, more=more), "--problems", "2", "--json")
+        for name, more in (("plain", ""), ("warmed", warmup))
+    )
+    assert "[warmup] is left out: these are answers of the base" in warmed.stderr
+    sampled = [
+        [(prompt["rendered"], [sample["text"] for sample in prompt["samples"]]) for prompt in found["prompts"]]
+        for found in (json.loads(plain.stdout), json.loads(warmed.stdout))
+    ]
+    assert sampled[0] == sampled[1]
+
+
 def test_it_is_the_first_step_of_training(home, tmp_path, monkeypatch):
     """Prompts, answers and rewards are those that training records at step 0; nothing is written."""
     monkeypatch.chdir(tmp_path)
