@@ -148,19 +148,35 @@ def share_trained(seeds: int, effect: float) -> float:
     return float(1 - stopped * (1 - interim / seeds))
 
 
-def factors(mine: Side, trl: Side, alone_s: float, difference: float) -> dict[str, float] | None:
-    """Return the factors by which TRL takes longer to find ``difference``, and their product; None if no number of
-    seeds finds it on one of the sides."""
-    my_seeds, trl_seeds = mine.seeds(difference), trl.seeds(difference)
-    if my_seeds is None or trl_seeds is None:
-        return None
+def factors(mine: Side, trl: Side, alone_s: float, difference: float, seeds: tuple[int, int]) -> dict[str, float]:
+    """Return the factors by which TRL takes longer to find ``difference``, and their product. ``seeds``: of ours and of
+    TRL's, those that find it."""
     parts = {
         "a run": trl.seconds / alone_s,
         "lanes": alone_s / mine.seconds,
-        "pairs": trl_seeds / my_seeds,
-        "early stopping": 1 / share_trained(my_seeds, abs(difference) / mine.spread),
+        "pairs": seeds[1] / seeds[0],
+        "early stopping": 1 / share_trained(seeds[0], abs(difference) / mine.spread),
     }
     return parts | {"altogether": float(np.prod(list(parts.values())))}
+
+
+def answer(name: str, difference: float, mine: Side, trl: Side, alone_s: float) -> tuple[float, str]:
+    """Return how many times as long TRL takes to find ``difference``, infinity if no number of seeds finds it, and the
+    line that says so."""
+    my_seeds, trl_seeds = mine.seeds(difference), trl.seeds(difference)
+    if my_seeds is None or trl_seeds is None:
+        told = [f"{count or 'no number of'} seeds" for count in (my_seeds, trl_seeds)]
+        return np.inf, f"  for {name} difference: {told[0]} of ours, {told[1]} of TRL's"
+    parts = factors(mine, trl, alone_s, difference, (my_seeds, trl_seeds))
+    mine_found, trl_found = (
+        100 * power(count, 1, abs(difference) / side.spread) for count, side in ((my_seeds, mine), (trl_seeds, trl))
+    )
+    times = parts.pop("altogether")
+    return times, (
+        f"  for {name} difference: {my_seeds} seeds of ours ({mine_found:.0f} % probability), {trl_seeds} of TRL's "
+        f"({trl_found:.0f} %); TRL takes {times:.1f} times as long = "
+        + " × ".join(f"{part} {value:.2f}" for part, value in parts.items())
+    )
 
 
 def report(question: str, mine: Side, trl: Side, alone_s: float) -> str:
@@ -170,25 +186,8 @@ def report(question: str, mine: Side, trl: Side, alone_s: float) -> str:
             f"  {name:<8}{100 * side.difference:+5.1f} points, pair spread {100 * side.spread:.1f}, "
             f"{len(side.differences)} pairs: {side.verdict}; {side.seconds:.1f} processor seconds a run"
         )
-    found = [
-        (name, factors(mine, trl, alone_s, side.difference), side) for name, side in (("ours", mine), ("TRL's", trl))
-    ]
-    for name, parts, side in sorted(found, key=lambda row: row[1]["altogether"] if row[1] else np.inf):
-        needed = [which.seeds(side.difference) for which in (mine, trl)]
-        if parts is None:
-            lines.append(f"  for {name} difference: {needed[0]} seeds of ours, {needed[1]} of TRL's (None: no number)")
-            continue
-        chance = [
-            100 * power(count, 1, abs(side.difference) / which.spread)
-            for count, which in zip(needed, (mine, trl), strict=True)
-            if count is not None
-        ]
-        lines.append(
-            f"  for {name} difference: {needed[0]} seeds of ours ({chance[0]:.0f} % probability), {needed[1]} of TRL's "
-            f"({chance[1]:.0f} %); TRL takes {parts['altogether']:.1f} times as long = "
-            + " × ".join(f"{part} {value:.2f}" for part, value in parts.items() if part != "altogether")
-        )
-    return "\n".join(lines)
+    answers = [answer(name, side.difference, mine, trl, alone_s) for name, side in (("ours", mine), ("TRL's", trl))]
+    return "\n".join([*lines, *(line for _, line in sorted(answers))])
 
 
 def main() -> None:

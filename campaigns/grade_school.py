@@ -6,8 +6,8 @@
     [warmup]
     source = "grade_school:solutions"
 
-The rows come from the hub (`pip install '.[data]'`), or from `train.jsonl` and `test.jsonl` in the folder that the
-environment variable ``GSM8K`` names, which are those of github.com/openai/grade-school-math.
+Without a hub (`pip install '.[data]'`), set the environment variable ``GSM8K`` to a folder with ``train.jsonl`` and
+``test.jsonl`` of github.com/openai/grade-school-math.
 """
 
 import json
@@ -17,16 +17,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 CALCULATION = re.compile(r"<<.*?>>")
-"""A calculation for a calculator's use in the middle of a solution, such as <<48/2=24>>."""
+"""The data set's annotation of a calculation, as <<48/2=24>> in "48/2 = <<48/2=24>>24 clips"."""
 
 
 def problems(split: str) -> list[dict[str, str]]:
-    """Return the problems of ``split``, ``train`` or ``test``; the answer is the number after ``####``."""
+    """Return the problems of ``split`` (``train`` or ``test``), each with the number after its solution's ``####``."""
     return [{"prompt": row["question"], "answer": row["answer"].split("####")[1].strip()} for row in _rows(split)]
 
 
 def solutions(split: str) -> list[dict[str, str]]:
-    """Return the problems of ``split`` with the solutions that people wrote; each ends with ``#### number``."""
+    """Return the problems of ``split``, each with its solution, which ends with ``#### number``."""
     return [{"prompt": row["question"], "completion": CALCULATION.sub("", row["answer"])} for row in _rows(split)]
 
 

@@ -113,9 +113,11 @@ def test_the_race_s_factors_are_those_of_its_parts(benchmark):
     mine, trl = race.Side(differences, seconds=3.0), race.Side(2 * differences - 0.059, seconds=12.0)
     assert trl.spread == pytest.approx(2 * mine.spread)
     assert mine.verdict.startswith("higher, p = 0.00")
-    parts = race.factors(mine, trl, alone_s=4.0, difference=2 * mine.spread)
+    wanted = 2 * mine.spread  # 2 pair spreads of ours, 1 of TRL's
+    seeds = mine.seeds(wanted), trl.seeds(wanted)
+    parts = race.factors(mine, trl, 4.0, wanted, seeds)
     assert (parts["a run"], parts["lanes"]) == (3.0, pytest.approx(4 / 3))
-    assert parts["pairs"] == trl.seeds(2 * mine.spread) / mine.seeds(2 * mine.spread) > 1.5  # 1 pair spread or 2
+    assert parts["pairs"] == seeds[1] / seeds[0] > 1.5
     assert parts["early stopping"] >= 1
     assert parts["altogether"] == pytest.approx(
         parts["a run"] * parts["lanes"] * parts["pairs"] * parts["early stopping"]
@@ -125,4 +127,4 @@ def test_the_race_s_factors_are_those_of_its_parts(benchmark):
     first, second = (float(part) for part in re.findall(r"TRL takes ([\d.]+) times", text))
     assert first <= second
     text = race.report("hard", mine, race.Side(differences - differences.mean(), seconds=12.0), 4.0)
-    assert "TRL's difference: None seeds of ours, None of TRL's" in text
+    assert "TRL's difference: no number of seeds of ours, no number of seeds of TRL's" in text
