@@ -20,13 +20,14 @@ CALCULATION = re.compile(r"<<.*?>>")
 """The data set's annotation of a calculation, as <<48/2=24>> in "48/2 = <<48/2=24>>24 clips"."""
 
 
-def problems(split: str) -> list[dict[str, str]]:
-    """Return the problems of ``split`` (``train`` or ``test``), each with the number after its solution's ``####``."""
-    return [{"prompt": row["question"], "answer": row["answer"].split("####")[1].strip()} for row in _rows(split)]
+def problems(split: str) -> list[Mapping[str, str]]:
+    """Return the rows of ``split`` (``train`` or ``test``): ``question``, and ``answer``, which ends with #### and the
+    number."""
+    return list(_rows(split))
 
 
 def solutions(split: str) -> list[dict[str, str]]:
-    """Return the problems of ``split``, each with its solution, which ends with ``#### number``."""
+    """Return the rows of ``split`` as prompts and completions, without annotations of calculations."""
     return [{"prompt": row["question"], "completion": CALCULATION.sub("", row["answer"])} for row in _rows(split)]
 
 

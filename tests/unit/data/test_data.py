@@ -514,12 +514,14 @@ def test_gold_answers_score_one_and_their_neighbours_zero(gsm8k, kind):
             assert [result.total_reward for result in wrong] == [0.0] * 1319
 
 
-def test_gsm8k_of_a_folder_has_plain_numbers_and_solutions_without_calculations(tmp_path, monkeypatch):
+def test_gsm8k_of_a_folder_has_answers_to_grade_and_solutions_without_calculations(tmp_path, monkeypatch):
     append_jsonl(tmp_path / "train.jsonl", GSM8K[:1])
     append_jsonl(tmp_path / "test.jsonl", GSM8K[2:])
     monkeypatch.setenv("GSM8K", str(tmp_path))
-    assert grade_school.problems("train") == [{"prompt": "Janet sells 9 eggs for $2 each?", "answer": "18"}]
-    assert grade_school.problems("test") == [{"prompt": "How much profit?", "answer": "70,000"}]
+    settings = Data(source="grade_school:problems")
+    data = load_data(settings, [held_out(1, settings)], base_dir=Path(grade_school.__file__).parent)
+    assert [(problem.prompt, problem.answer) for problem in data.train] == [("Janet sells 9 eggs for $2 each?", "18")]
+    assert [problem.answer for problem in data.heldout] == ["70000"]
     assert grade_school.solutions("train") == [
         {"prompt": "Janet sells 9 eggs for $2 each?", "completion": "9 * 2 = $18.\n#### 18"}
     ]
